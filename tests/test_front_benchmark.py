@@ -18,7 +18,7 @@ from benchmarks.scale import TINY
 from camserve_server import Explainer
 from camserve_server.imaging import images, render
 from camserve_server.imaging.values import Rendering
-from camserve_server.models.sources import DEFAULT_PREPROCESS
+from camserve_server.models.source import DEFAULT_PREPROCESS
 
 pytestmark = pytest.mark.timeout(300)  # processes are started, which on a busy machine takes its time
 

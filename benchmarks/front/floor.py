@@ -13,7 +13,7 @@ from benchmarks.photos import photos
 from camserve_server.core.arrays import Pixels
 from camserve_server.imaging.images import fit
 from camserve_server.imaging.values import Box
-from camserve_server.models.sources import DEFAULT_PREPROCESS
+from camserve_server.models.source import DEFAULT_PREPROCESS
 
 QUALITY = (cv2.IMWRITE_JPEG_QUALITY, 90)  # the server's default
 GRID = np.linspace(0, 1, 49, dtype=np.float32).reshape(7, 7)

@@ -37,10 +37,10 @@ async def serve_stream(
     """Answer the requests of a stream, several at a time, until it ends or the server stops.
 
     Args:
-        state: state of the server, with the limit on requests of one stream in flight.
+        state: state of the server.
         context: context of the call.
-        requests: the messages of the stream.
-        answer: function that answers one request. It gets the request and a function that writes to the stream.
+        requests: the messages.
+        answer: function that answers a request; it also gets a function that writes to the stream.
 
     Raises:
         ServiceError: the stream was idle for too long, or a message is invalid; earlier requests are answered first.
@@ -55,25 +55,23 @@ async def serve_stream(
         slots.release()
 
     async def read_requests(group: asyncio.TaskGroup) -> None:
-        await slots.acquire()
-        while (item := await anext(requests, None)) is not None:
+        while await slots.acquire() and (item := await anext(requests, None)) is not None:
             timer.request_started()
             group.create_task(answer_item(item))
             del item  # otherwise the message would stay in memory until the next one arrives
-            await slots.acquire()
 
     error: ServiceError | None = None
     async with asyncio.TaskGroup() as group:
         try:
             await _read_until_draining(state, asyncio.create_task(read_requests(group)), timer)
         except ServiceError as raised:
-            error = raised  # raised below, when the group has answered the earlier requests
+            error = raised  # raised when the group has answered the earlier requests
+    _check_not_ended(state, error)
+
+
+def _check_not_ended(state: ServerState, error: ServiceError | None) -> None:
     if error:
         raise error
-    _check_not_draining(state)
-
-
-def _check_not_draining(state: ServerState) -> None:
     if state.draining.is_set():
         message = "the server is draining: send the remaining requests to another server"
         raise Unavailable(message, retry_after=1.0, shed_reason="draining")

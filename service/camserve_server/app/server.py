@@ -147,8 +147,8 @@ async def serve(
 ) -> None:
     """Serve until `stop` is set.
 
-    The port is open from the start, with the health NOT_SERVING until the models are warm. A process among several
-    opens it later: the kernel gives it connections as soon as it listens. On a stop, accepted calls are finished first.
+    The port is open from the start, NOT_SERVING until the models are warm. A process among several opens it when they
+    are: the kernel gives it connections as soon as it listens. On a stop, accepted calls are finished first.
 
     Args:
         settings: settings of the server.
@@ -158,10 +158,10 @@ async def serve(
         link: link to the supervisor of several processes; None for a single process.
 
     Raises:
-        ConfigError: the address, a certificate or the tokens file cannot be used, or no model can be loaded.
+        ConfigError: the address or a file cannot be used, or no model can be loaded.
     """
-    server = _Server.build(settings, link)
-    state, health, publish = server.state, server.health, link.publish if link else None
+    server, publish = _Server.build(settings, link), link.publish if link else None
+    state, health = server.state, server.health
     with metrics_endpoint.open_telemetry(settings, lambda: _metrics_state(state, health), publish) as state.telemetry:
         port = 0 if link else await server.open_port(settings.address)
         try:
@@ -175,8 +175,7 @@ async def serve(
                 log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))
                 ready(port, pipeline)
                 await stop.requested.wait()
-                health.set_warm(warm=False)
-                await grpc_server.drain(server.grpc, state, settings.drain_seconds, stop)
+                await server.drain(settings.drain_seconds, stop)
         finally:
             await server.grpc.stop(None)
 
@@ -217,6 +216,11 @@ class _Server:
         health = grpc_server.Health(checks)
         inference = oip.InferenceServicer(state, lambda: health.serving, settings.max_queue_delay_ms)
         return cls(grpc_server.build(settings, state, checks, inference), state, health, credentials)
+
+    async def drain(self, seconds: float, stop: grpc_server.Stop) -> None:
+        """Turn the health to NOT_SERVING, and drain; see `grpc_server.drain`."""
+        self.health.set_warm(warm=False)
+        await grpc_server.drain(self.grpc, self.state, seconds, stop)
 
     async def open_port(self, address: str) -> int:
         """Listen on an address and answer health checks; return the port.

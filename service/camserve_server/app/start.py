@@ -1,16 +1,35 @@
 """Start of a server process: import what it needs, start the fork server, and run the event loop."""
 
 import asyncio
-from typing import TYPE_CHECKING
+import signal
+import sys
+from typing import NoReturn
 
-from camserve_server.core import process
+from camserve_server.app.supervisor_link import INVALID_SETTINGS, SupervisorLink
+from camserve_server.core import logs, process
 from camserve_server.core.config import Settings
-
-if TYPE_CHECKING:
-    from camserve_server.app.supervisor_link import SupervisorLink
+from camserve_server.core.errors import ConfigError
 
 
-def run(settings: Settings, link: "SupervisorLink | None" = None) -> int:
+def run_among_several(number: str) -> NoReturn:
+    """Run a server until its supervisor stops it or is gone.
+
+    Args:
+        number: file descriptor of the socket to the supervisor.
+    """
+    process.follow_parent()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # blocked since before the start
+    process.configure_allocator()
+    link = SupervisorLink(int(number))
+    logs.configure(link.settings.log_level, link.settings.log_format, link.process)
+    try:
+        sys.exit(run(link.settings, link))
+    except ConfigError as error:
+        link.send("failed", error=str(error))
+        sys.exit(INVALID_SETTINGS)
+
+
+def run(settings: Settings, link: SupervisorLink | None = None) -> int:
     """Serve in this process until a signal, or until the supervisor stops it; return the exit code.
 
     Args:

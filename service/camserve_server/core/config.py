@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from camserve_server.core.errors import ConfigError, did_you_mean
@@ -31,6 +31,21 @@ Processes = Annotated[Annotated[int, Field(ge=1, le=MAX_PROCESSES)] | Literal["a
 """Number of server processes."""
 
 
+def _check_address(value: str) -> str:
+    """Refuse an address without a valid port. gRPC would guess one."""
+    if not value.startswith("unix:") and not ((match := ADDRESS.fullmatch(value)) and int(match["port"]) <= LAST_PORT):
+        raise PydanticCustomError("address", f"write HOST:PORT, the port from 0 to {LAST_PORT}")
+    return value
+
+
+def _complete_address(value: str) -> str:
+    """Complete a port alone to an address on 127.0.0.1; refuse an invalid address."""
+    value = f"127.0.0.1:{value}" if re.fullmatch(r"\d{1,5}", value, re.ASCII) else value
+    if value and not ((match := ADDRESS.fullmatch(value)) and int(match["port"]) <= LAST_PORT):
+        raise PydanticCustomError("address", f"write HOST:PORT, or a port alone, from 0 to {LAST_PORT}")
+    return value
+
+
 class Settings(BaseModel):
     """Every setting of the server.
 
@@ -39,7 +54,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    address: str = Field(
+    address: Annotated[str, AfterValidator(_check_address)] = Field(
         default="127.0.0.1:50051",
         description="Address to listen on, as `HOST:PORT` or `unix:PATH`. Port 0 picks a free port.",
     )
@@ -64,7 +79,7 @@ class Settings(BaseModel):
         description="Server processes that share the port, each with its own workers. They divide the cores and the"
         " limits among them. `auto` chooses the number by cores and memory. Linux only.",
     )
-    metrics_address: str = Field(
+    metrics_address: Annotated[str, AfterValidator(_complete_address)] = Field(
         default="",
         description="Address of the Prometheus metrics endpoint, as `HOST:PORT`, or a port alone for 127.0.0.1. Without"
         " it there is no endpoint.",
@@ -202,25 +217,6 @@ class Settings(BaseModel):
     def _split(cls, value: object) -> object:
         """Split the models of an environment variable at spaces and commas."""
         return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
-
-    @field_validator("address")
-    @classmethod
-    def _check_address(cls, value: str) -> str:
-        """Refuse an address without a valid port. gRPC would guess one."""
-        if not value.startswith("unix:") and not (
-            (match := ADDRESS.fullmatch(value)) and int(match["port"]) <= LAST_PORT
-        ):
-            raise PydanticCustomError("address", f"write HOST:PORT, the port from 0 to {LAST_PORT}")
-        return value
-
-    @field_validator("metrics_address")
-    @classmethod
-    def _check_metrics_address(cls, value: str) -> str:
-        """Complete a port alone to an address on 127.0.0.1; refuse an invalid address."""
-        value = f"127.0.0.1:{value}" if re.fullmatch(r"\d{1,5}", value, re.ASCII) else value
-        if value and not ((match := ADDRESS.fullmatch(value)) and int(match["port"]) <= LAST_PORT):
-            raise PydanticCustomError("address", f"write HOST:PORT, or a port alone, from 0 to {LAST_PORT}")
-        return value
 
     @property
     def sharing(self) -> int:

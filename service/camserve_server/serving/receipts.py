@@ -55,7 +55,7 @@ def receipt_of(model: ModelInfo, image: bytes, seen: Input) -> Receipt:
         precision=model.precision,
         device=model.device,
         image_sha256=hashlib.sha256(image).hexdigest(),
-        input_sha256=hashlib.sha256(np.ascontiguousarray(seen)).hexdigest(),
+        input_sha256=hashlib.sha256(np.ascontiguousarray(seen).data).hexdigest(),
         versions=_versions(),
     )
 
