@@ -46,7 +46,9 @@ async def serve_stream(
         ServiceError: the stream was idle for too long, or a message is invalid; earlier requests are answered first.
     """
     state.require_open()
-    slots, timer, write = asyncio.Semaphore(state.stream_in_flight), IdleTimer(state.idle), _serialized_writer(context)
+    # One of the slots is taken by the request that is being read.
+    slots = asyncio.Semaphore(state.stream_in_flight - 1)
+    timer, write = IdleTimer(state.idle), _serialized_writer(context)
 
     async def answer_item(item: Received[Q]) -> None:
         await answer(item.message, write)
@@ -55,10 +57,11 @@ async def serve_stream(
         slots.release()
 
     async def read_requests(group: asyncio.TaskGroup) -> None:
-        while await slots.acquire() and (item := await anext(requests, None)) is not None:
+        while (item := await anext(requests, None)) is not None:
             timer.request_started()
             group.create_task(answer_item(item))
             del item  # otherwise the message would stay in memory until the next one arrives
+            await slots.acquire()
 
     error: ServiceError | None = None
     async with asyncio.TaskGroup() as group:
