@@ -113,7 +113,7 @@ class _Child:
         self._running.discard(request.number)
 
     def _warm_main_thread(self, worker: "InProcessWorker", name: object) -> None:
-        """Run a batch of a new model in the main thread, after returning the memory that loading has left.
+        """Run batches of a new model in the main thread, after returning the memory that loading has left.
 
         Otherwise the first batch would start the main thread's OpenMP workers and map fresh memory: 65 ms of processor
         time for the embedded model, and 43 ms later on (two threads).
@@ -122,7 +122,7 @@ class _Child:
 
         def warm() -> None:
             try:
-                worker.warm(str(name))
+                serialize(Response(0, worker.warm(str(name))))
             except Exception as error:  # noqa: BLE001 -- of a user's model; it was warmed up before
                 log.info("model %s failed in a batch after it was loaded: %s", name, error)
             except BaseException:  # noqa: BLE001 -- a model may call sys.exit
