@@ -13,7 +13,7 @@ import urllib.request
 
 import pytest
 
-from camserve_server.app import server_process, supervisor, supervisor_link
+from camserve_server.app import child_server, server_process, supervisor
 from camserve_server.app.reserved_port import reserve
 from camserve_server.app.supervisor import Supervisor
 from camserve_server.core import config
@@ -130,7 +130,7 @@ class Running:
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Return a function that starts a supervisor whose processes follow a plan."""
-    monkeypatch.setattr(supervisor_link, "PROGRAM", ("-S", "-c", FAKE, str(tmp_path)))
+    monkeypatch.setattr(child_server, "PROGRAM", ("-S", "-c", FAKE, str(tmp_path)))
     monkeypatch.setattr(supervisor, "MAX_PAUSE", 0)
     monkeypatch.setattr(supervisor, "STOP_TIMEOUT", 0.2)
 
@@ -447,9 +447,9 @@ async def test_processes_end_with_a_supervisor_that_is_killed(tmp_path):
     (tmp_path / "plan.py").write_text(GOOD)
     follows = FAKE.replace("lines =", "from camserve_server.core import process\nprocess.follow_parent()\nlines =")
     code = (
-        "import asyncio, sys\nfrom camserve_server.app import supervisor, supervisor_link\n"
+        "import asyncio, sys\nfrom camserve_server.app import supervisor, child_server\n"
         "from camserve_server.core import config\n"
-        "supervisor_link.PROGRAM = ('-c', sys.argv[1], sys.argv[2])\n"
+        "child_server.PROGRAM = ('-c', sys.argv[1], sys.argv[2])\n"
         "settings = config.load(flags={'processes': 2}, environment={})\n"
         "asyncio.run(supervisor.Supervisor(settings).run())\n"
     )

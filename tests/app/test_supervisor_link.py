@@ -19,7 +19,7 @@ from camserve_server.app import server as app_server
 from camserve_server.core import config
 from support import TINY, alive, children, wait_until
 
-PROGRAM = "import sys; from camserve_server.app import supervisor_link; supervisor_link.run(sys.argv[1])"
+PROGRAM = "import sys; from camserve_server.app import child_server; child_server.run(sys.argv[1])"
 PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
 
 

@@ -9,7 +9,7 @@ from asyncio import StreamReader, StreamWriter, subprocess
 from collections.abc import Callable
 from typing import Literal, Self, TypeAlias
 
-from camserve_server.app import control, supervisor_link
+from camserve_server.app import child_server, control
 from camserve_server.app.control import Message
 from camserve_server.core.config import Settings
 
@@ -66,7 +66,7 @@ class ServerProcess:
             try:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
-                    *supervisor_link.PROGRAM,
+                    *child_server.PROGRAM,
                     str(theirs.fileno()),
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,

@@ -1,23 +1,21 @@
-"""A server among several: its main program, and its link to the supervisor that started it."""
+"""Link of a server among several to the supervisor that started it."""
 
 import asyncio
 import itertools
 import logging
 import os
-import signal
 import socket
-import sys
 import threading
 from asyncio import AbstractEventLoop
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from camserve_server.app import control
 from camserve_server.app.control import Message
-from camserve_server.core import errors, logs, process
+from camserve_server.core import errors
 from camserve_server.core.config import Settings
-from camserve_server.core.errors import ConfigError, FailedPrecondition, Internal, ServiceError
+from camserve_server.core.errors import FailedPrecondition, Internal, ServiceError
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -27,11 +25,6 @@ if TYPE_CHECKING:
     from camserve_server.serving.requests import LoadRequest
 
 log = logging.getLogger(__name__)
-
-INVALID_SETTINGS = 2  # exit code, as that of a single server
-
-# -P: without it Python would search the current folder for modules first.
-PROGRAM = ("-P", "-c", "import sys; from camserve_server.app import supervisor_link; supervisor_link.run(sys.argv[1])")
 
 
 class SupervisorLink:
@@ -182,32 +175,3 @@ def _error_of(reply: Message) -> ServiceError:
     error = kind(reply["message"], field=reply["field"])
     error.fault = reply["fault"]
     return error
-
-
-def run(number: str) -> NoReturn:
-    """Run a server until its supervisor stops it or is gone.
-
-    Args:
-        number: file descriptor of the socket to the supervisor.
-    """
-    process.follow_parent()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # blocked since before the start
-    process.configure_allocator()
-    link = SupervisorLink(int(number))
-    logs.configure(link.settings.log_level, link.settings.log_format, link.process)
-    try:
-        sys.exit(_serve(link))
-    except ConfigError as error:
-        link.send("failed", error=str(error))
-        sys.exit(INVALID_SETTINGS)
-
-
-def _serve(link: SupervisorLink) -> int:
-    from camserve_server import models, workers  # noqa: PLC0415 -- imports torch, and the supervisor may be gone earlier
-    from camserve_server.app import server  # noqa: PLC0415 -- the same
-
-    for text in link.settings.models:
-        models.search_current_folder(models.parse(text))
-    if link.settings.isolation == "process":
-        workers.open_fork_server()
-    return asyncio.run(server.serve_until_signal(link.settings, link))
