@@ -5,7 +5,8 @@ and those after it for all the rows. A trial decides for each layer whether the 
 model runs for each row.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,14 +19,13 @@ from camserve_server.engine.batch import (
     UniqueInputs,
     find_unique_inputs,
     forward,
-    in_row_order,
     make_inputs,
     resolve_targets,
 )
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.models import LoadedModel
 from camserve_server.models.hooks import output_of, replace_output, zero_channels
-from camserve_server.models.outputs import Outputs
+from camserve_server.models.outputs import Outputs, join_outputs
 from camserve_server.models.values import Pass
 
 ROUNDING = 0.02
@@ -58,16 +58,16 @@ def _run_silenced(model: LoadedModel, name: str, rows: Sequence[Row]) -> list[Ro
     if layout is None:
         raise FailedPrecondition(f'layer "{name}" cannot be explained: {info.layers[name].reason}')
     layer, shares = model.module.get_submodule(name), _shares_image(model, name, rows[0])
-    results: dict[int, RowResult] = {}
-    for indices in _by_image(rows) if shares else _few(rows, info.rows_after()[name]):
-        part = [rows[index] for index in indices]
-        unique = find_unique_inputs(part)
-        channels = [row.edit.silenced if row.edit else None for row in unique.rows]
-        inputs = make_inputs(info, [_without_silence(row) for row in unique.rows[: 1 if shares else None]])
-        with zero_channels(layer, layout, channels):
-            outputs = forward(model, inputs)
-        results |= zip(indices, _results(outputs, unique, part), strict=True)
-    return in_row_order(results)
+    unique, parts = find_unique_inputs(rows), list[Outputs]()  # an edit is an input of its own
+    groups = _by_image(unique.rows) if shares else _few(unique.rows, info.rows_after()[name])
+    for indices in groups:
+        edits = [unique.rows[index] for index in indices]
+        inputs = make_inputs(info, [_without_silence(row) for row in (edits[:1] if shares else edits)])
+        with zero_channels(layer, layout, [row.edit.silenced if row.edit else None for row in edits]):
+            parts.append(forward(model, inputs))
+    places = {index: place for place, index in enumerate(itertools.chain.from_iterable(groups))}
+    in_order = device_for(info.device).tensor([places[index] for index in range(len(places))])
+    return _results(join_outputs(parts)[in_order], unique, rows)
 
 
 def _without_silence(row: Row) -> Row:
@@ -85,11 +85,10 @@ def _by_image(rows: Sequence[Row]) -> list[list[int]]:
     return list(by_image.values())
 
 
-def _few(rows: Sequence[Row], share: int) -> Iterator[list[int]]:
-    """Yield the indices of rows, at most a share of the batch at a time: it may have more rows than whole images."""
+def _few(rows: Sequence[Row], share: int) -> list[list[int]]:
+    """Return the indices of rows, at most a share of the batch at a time: it may have more rows than whole images."""
     size = max(1, len(rows) // share)
-    for start in range(0, len(rows), size):
-        yield list(range(start, min(start + size, len(rows))))
+    return [list(range(start, min(start + size, len(rows)))) for start in range(0, len(rows), size)]
 
 
 def _shares_image(model: LoadedModel, name: str, row: Row) -> bool:

@@ -1,8 +1,11 @@
 """The output of a model for a batch, on the graph, from which scores are computed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.models.values import ModelInfo
@@ -39,3 +42,12 @@ class Outputs:
         if embedding is None:
             raise FailedPrecondition(f"{self.info.name} gives no embedding", field="targets")
         return embedding
+
+
+def join_outputs(parts: Sequence[Outputs]) -> Outputs:
+    """Join the outputs for several batches; images with fewer objects are padded."""
+    if len(parts) == 1:
+        return parts[0]
+    values = pad_sequence([image for part in parts for image in part.values], batch_first=True, padding_value=-1.0)
+    embeddings = [part.embedding for part in parts if part.embedding is not None]
+    return Outputs(parts[0].info, values, torch.cat(embeddings) if embeddings else None)
