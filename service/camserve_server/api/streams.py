@@ -40,15 +40,14 @@ async def serve_stream(
         state: state of the server.
         context: context of the call.
         requests: the messages.
-        answer: function that answers a request; it also gets a function that writes to the stream.
+        answer: function that answers a request, and gets a function that writes to the stream.
 
     Raises:
-        ServiceError: the stream was idle for too long, or a message is invalid; earlier requests are answered first.
+        ServiceError: the stream was idle for too long, or a message is invalid.
     """
     state.require_open()
-    # One of the slots is taken by the request that is being read.
-    slots = asyncio.Semaphore(state.stream_in_flight - 1)
     timer, write = IdleTimer(state.idle), _serialized_writer(context)
+    slots = asyncio.Semaphore(state.stream_in_flight - 1)  # without that of the request that is being read
 
     async def answer_item(item: Received[Q]) -> None:
         await answer(item.message, write)
@@ -63,12 +62,12 @@ async def serve_stream(
             del item  # otherwise the message would stay in memory until the next one arrives
             await slots.acquire()
 
-    error: ServiceError | None = None
-    async with asyncio.TaskGroup() as group:
+    error = None
+    async with asyncio.TaskGroup() as group:  # which answers the earlier requests before an error is raised
         try:
             await _read_until_draining(state, asyncio.create_task(read_requests(group)), timer)
         except ServiceError as raised:
-            error = raised  # raised when the group has answered the earlier requests
+            error = raised
     _check_not_ended(state, error)
 
 
