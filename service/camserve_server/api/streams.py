@@ -62,12 +62,8 @@ async def serve_stream(
             del item  # otherwise the message would stay in memory until the next one arrives
             await slots.acquire()
 
-    error = None
     async with asyncio.TaskGroup() as group:  # which answers the earlier requests before an error is raised
-        try:
-            await _read_until_draining(state, asyncio.create_task(read_requests(group)), timer)
-        except ServiceError as raised:
-            error = raised
+        error = await _read_until_draining(state, asyncio.create_task(read_requests(group)), timer)
     _check_not_ended(state, error)
 
 
@@ -93,15 +89,15 @@ def _serialized_writer(context: Context) -> Write:
     return write
 
 
-async def _read_until_draining(state: ServerState, reading: asyncio.Task[None], timer: "IdleTimer") -> None:
+async def _read_until_draining(
+    state: ServerState, reading: asyncio.Task[None], timer: "IdleTimer"
+) -> ServiceError | None:
     """Wait until a stream ends, or the server stops; then cancel the task that reads the stream.
+
+    Returns the error that ended the stream: it was idle for too long, or a message was invalid.
 
     One task reads all messages: a task for each of them, which could be cancelled by itself, took a sixth of the event
     loop's time for a request.
-
-    Raises:
-        Unavailable: the stream was idle for too long.
-        InvalidArgument: a message is invalid.
     """
     draining = asyncio.ensure_future(state.draining.wait())
     try:
@@ -109,6 +105,10 @@ async def _read_until_draining(state: ServerState, reading: asyncio.Task[None], 
             await asyncio.wait((reading, draining), timeout=timer.seconds_left(), return_when=asyncio.FIRST_COMPLETED)
         if reading.done():
             reading.result()
+    except ServiceError as error:
+        return error
+    else:
+        return None
     finally:
         draining.cancel()
         reading.cancel()
