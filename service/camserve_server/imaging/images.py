@@ -480,15 +480,16 @@ def _resampler(rows: _CropAxis, columns: _CropAxis, preprocess: Preprocess) -> _
 def _resize_whole(photo: Pixels, rows: _CropAxis, columns: _CropAxis, interpolation: str) -> Pixels:
     """Resize the photo with torch, as torchvision does, whose import would take seconds."""
     size = [rows.resized, columns.resized]
-    images = torch.from_numpy(np.require(photo, requirements=["C", "W"])[None]).permute(0, 3, 1, 2)
-    if size != list(images.shape[2:]):
-        native = interpolation == "bicubic" or _has_fast_bilinear()
+    if size != list(photo.shape[:2]):
+        # torch resizes interleaved channels without copies if it knows them by their strides: `photo[None]` has one of 0.
+        # The views are NumPy's, because each of torch's releases the interpreter's lock, and has to wait for it again.
+        interleaved = np.require(photo, requirements=["C", "W"]).reshape(1, *photo.shape).transpose(0, 3, 1, 2)
+        images, native = torch.from_numpy(interleaved), interpolation == "bicubic" or _has_fast_bilinear()
         images = images if native else images.float()
         images = functional.interpolate(images, size, mode=interpolation, align_corners=False, antialias=True)
         images = images if native else images.round_().to(torch.uint8)
-    kept = images[0, :, rows.start : rows.stop, columns.start : columns.stop]
-    pixels: Pixels = kept.permute(1, 2, 0).numpy()
-    return pixels
+        photo = images.numpy()[0].transpose(1, 2, 0)
+    return photo[rows.start : rows.stop, columns.start : columns.stop]
 
 
 @functools.cache

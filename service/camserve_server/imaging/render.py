@@ -262,11 +262,15 @@ def _paint_bands(
     heat = _coarsen(heat, box)
     rows = _span(box.top, box.bottom, size[0], heat.shape[0])
     columns = _span(box.left, box.right, size[1], heat.shape[1])
-    widened = np.ascontiguousarray(_blend(heat.T, columns, slice(None)).T)
+    widened = np.ascontiguousarray(_interpolate(heat.T, columns).T)
+    steps = np.diff(widened, axis=0, append=widened[-1:])  # from a row of cells to the next
     column_slice = slice(columns.start, columns.start + len(columns.low))
     step = max(1, _BAND // len(columns.low))
     for begin in range(0, len(rows.low), step):
-        band = _blend(widened, rows, slice(begin, begin + step))
+        low = rows.low[begin : begin + step]
+        band = steps.take(low, 0)
+        band *= rows.weight[begin : begin + step, None]
+        band += widened.take(low, 0)
         coloured = cv2.applyColorMap(cv2.convertScaleAbs(band, alpha=255), colours)
         row_slice = slice(rows.start + begin, rows.start + begin + len(band))
         yield (row_slice, column_slice), coloured.astype(np.uint8, copy=False)
@@ -281,11 +285,11 @@ def _coarsen(heat: Map, box: Box) -> Map:
     return intensity(cv2.resize(heat, (width, height), interpolation=cv2.INTER_AREA).astype(np.float32))
 
 
-def _blend(values: Map, span: _Span, part: slice) -> Map:
-    """Interpolate values along the first axis at a part of a span's pixels."""
-    low, blend = values.take(span.low[part], 0), values.take(span.high[part], 0)  # half the time of an index array
+def _interpolate(values: Map, span: _Span) -> Map:
+    """Interpolate values along the first axis at a span's pixels."""
+    low, blend = values.take(span.low, 0), values.take(span.high, 0)  # half the time of an index array
     blend -= low
-    blend *= span.weight[part, None]
+    blend *= span.weight[:, None]
     blend += low
     return blend
 
