@@ -481,8 +481,8 @@ def _resize_whole(photo: Pixels, rows: _CropAxis, columns: _CropAxis, interpolat
     """Resize the photo with torch, as torchvision does, whose import would take seconds."""
     size = [rows.resized, columns.resized]
     if size != list(photo.shape[:2]):
-        # torch resizes interleaved channels without copies if it knows them by their strides: `photo[None]` has one of 0.
-        # The views are NumPy's, because each of torch's releases the interpreter's lock, and has to wait for it again.
+        # torch resizes interleaved channels without copies if their strides show them: `photo[None]` has a stride of 0.
+        # The views are NumPy's, because each of torch's releases the interpreter's lock, and waits for it again.
         interleaved = np.require(photo, requirements=["C", "W"]).reshape(1, *photo.shape).transpose(0, 3, 1, 2)
         images, native = torch.from_numpy(interleaved), interpolation == "bicubic" or _has_fast_bilinear()
         images = images if native else images.float()
