@@ -21,7 +21,8 @@ from benchmarks.scale import MOBILENET, RESNET, Scale
 from benchmarks.serving import Process, serving
 from benchmarks.timing import repeated, timed
 
-QUEUE = 64  # rows: two seconds of resnet50 on two cores, so that beyond capacity it fills
+QUEUE = 64  # photos: two seconds of resnet50 on two cores, so that beyond capacity it fills
+ROWS_PER_PHOTO = 3  # that the server counts for an input of 224 x 224 pixels
 BELOW, BEYOND = (0.5, 0.8), 1.2  # of capacity
 CLOSED = (1, 8, 32)
 FLOW = "stream"
@@ -33,11 +34,11 @@ _NOTE = (
 )
 
 _QUEUED = (
-    f"The queue holds {QUEUE} rows here (`--max-queue-rows {QUEUE}`). Beyond capacity a burst fills it first, and each "
-    "figure is the median of {scale.rounds} rounds of {scale.overload:g} s. While it is full, what is accepted takes "
-    "limit / rate on average (Little's law), and the slowest hundredth takes longer. Requests that come one at a "
-    "time cost more processor time than those that a closed loop sends together: that is what explanations lose here, "
-    "as many of them with a queue that refuses nothing."
+    f"The queue holds {QUEUE} photos here (`--max-queue-rows {ROWS_PER_PHOTO * QUEUE}`). Beyond capacity a burst fills "
+    "it first, and each figure is the median of {scale.rounds} rounds of {scale.overload:g} s. While it is full, what "
+    "is accepted takes limit / rate on average (Little's law), and the slowest hundredth takes longer. Requests that "
+    "come one at a time cost more processor time than those that a closed loop sends together: that is what "
+    "explanations lose here, as many of them with a queue that refuses nothing."
 )
 
 Say = Callable[[str], None]
@@ -78,7 +79,7 @@ def measure(scale: Scale, *, say: Say = print) -> Part:
     part, closed_rows, open_rows = Part("served"), list[tuple[str, ...]](), list[tuple[str, ...]]()
     for model, precision in scale.served:
         spec, name = scale.spec(model, precision), f"{model} {precision}"
-        with serving((spec,), "--max-queue-rows", str(QUEUE)) as server:
+        with serving((spec,), "--max-queue-rows", str(ROWS_PER_PHOTO * QUEUE)) as server:
             checked(server.address)
             found = _rounds(scale, model, spec, server, say)
             closed_rows += _closed_rows(name, found)

@@ -114,7 +114,11 @@ class Settings(BaseModel):
         " container's memory limit.",
     )
     max_queue_rows: int = Field(
-        default=1024, ge=1, le=1_000_000, description="Maximum rows accepted and not yet answered. More are refused."
+        default=1024,
+        ge=1,
+        le=1_000_000,
+        description="Maximum rows accepted and not yet answered. More are refused. A request counts at least one row"
+        " for each 64 KiB of its inputs and maps: a photo for a model of 224 x 224 pixels counts as three.",
     )
     max_queue_delay_ms: float = Field(
         default=0.0,
