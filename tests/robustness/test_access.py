@@ -672,9 +672,9 @@ def test_stream_answers_what_it_accepted_before_its_token_was_revoked(start, tmp
         assert go_on.wait(60)
         return decode(*args)
 
-    monkeypatch.setattr(images, "decode", blocking_decode)
     request = {"image": PHOTOS["chelsea"].read_bytes()}
     with start(tokens_file=str(token_file.path)) as served, grpc.insecure_channel(served.address) as channel:
+        monkeypatch.setattr(images, "decode", blocking_decode)
         requests = queue.SimpleQueue()
         call = channel.stream_stream("/camserve.v1.ExplainService/ExplainStream")
         replies = call(iter(requests.get, None), metadata=bearer(secret), timeout=60)

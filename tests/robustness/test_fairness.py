@@ -103,9 +103,9 @@ def test_at_most_one_image_is_decoded_before_that_of_a_new_caller(secrets, monke
         metadata = (("authorization", f"Bearer {known[caller]}"),)
         return stub.Explain.future(request, metadata=metadata, timeout=60)
 
-    monkeypatch.setattr(images, "decode", decode_slowly)
     settings = {"models": (nets.TINY,), "device": "cpu", "threads": 1, "tokens_file": str(path)}
     with serving(**settings) as served, grpc.insecure_channel(served.address) as channel:
+        monkeypatch.setattr(images, "decode", decode_slowly)
         stub = explain_pb2_grpc.ExplainServiceStub(channel)
         calls = [ask("greedy", many()) for _ in range(2)]
         assert started.wait(30)

@@ -384,15 +384,15 @@ def test_missing_file_and_link_to_outside_have_the_same_error(folder, client):
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_file_replaced_by_a_link_before_opening_is_not_loaded(folder, isolation, monkeypatch):
     (folder.path / "outside.safetensors").write_bytes((folder.weights / "1.safetensors").read_bytes())
-    resolve = repository.ModelRepository._file
+    resolve = repository._file
 
-    def resolve_and_exchange(self, name):
-        path = resolve(self, name)
+    def resolve_and_exchange(model_folder, name):
+        path = resolve(model_folder, name)
         path.unlink()
         path.symlink_to(folder.path / "outside.safetensors")
         return path
 
-    monkeypatch.setattr(repository.ModelRepository, "_file", resolve_and_exchange)
+    monkeypatch.setattr(repository, "_file", resolve_and_exchange)
     with served(folder, isolation=isolation) as running, client_of(running) as client:
         with pytest.raises(camserve.FailedPrecondition, match="version 1 goes on"):
             client.load_model("tiny", weights="2.safetensors")
