@@ -16,6 +16,11 @@ from support import wait_until
 
 CONFIG = Path(__file__).parents[1] / "deploy/haproxy/haproxy.cfg"
 HOST = "camserve.test"
+PROCESSES = (
+    ('    server-template server 1-16 "${CAMSERVE_SERVERS}" resolvers dns init-addr none\n', ""),
+    ("    # server-template process", "    server-template process"),
+)
+"""Changes of the configuration for a server of several processes."""
 
 
 @contextlib.contextmanager

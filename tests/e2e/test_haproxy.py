@@ -22,14 +22,14 @@ from PIL import Image
 import camserve
 import fork_server
 import needs
-from balancer import HOST, balancer, changed, dns_server
+from balancer import HOST, PROCESSES, balancer, changed, dns_server
 from camserve.v1 import explain_pb2, explain_pb2_grpc
 from robustness.authority import Authority
 from server_process import free_port
 from support import PHOTOS, jpeg, wait_until
 
 ROOT = Path(__file__).parents[2]
-TRITON = ROOT / ".venv-triton/bin/python"
+TRITON, CALLS = ROOT / ".venv-triton/bin/python", ROOT / "tests/e2e/triton_calls.py"
 RANDOM = np.random.default_rng(0)
 PHOTO = jpeg(RANDOM.integers(0, 255, (48, 64, 3), np.uint8))
 WHITE = jpeg(np.full((32, 32, 3), 255, np.uint8))
@@ -202,21 +202,10 @@ def test_calls_one_after_another_use_both_servers(servers, stub):
     assert_even(answered(servers, lambda: [stub.Explain(REQUEST) for _ in range(30)], 30), 30)
 
 
-TRITON_CALLS = """
-import sys
-import numpy as np, tritonclient.grpc as triton
-
-with triton.InferenceServerClient(sys.argv[1]) as client:
-    image = triton.InferInput("image", (1, 1), "BYTES")
-    image.set_data_from_numpy(np.array([[open(sys.argv[2], "rb").read()]], object))
-    print(sum(client.infer("tiny", [image]).as_numpy("label").size for _ in range(30)))
-"""
-
-
 @pytest.mark.skipif(not TRITON.exists(), reason=needs.TRITONCLIENT)
 def test_calls_of_a_triton_client_use_both_servers(servers, haproxy):
     def run():
-        command = [TRITON, "-c", TRITON_CALLS, haproxy.address, PHOTOS["rocket"]]
+        command = [TRITON, CALLS, haproxy.address, PHOTOS["rocket"]]
         assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout == "30\n"
 
     assert_even(answered(servers, run, 30), 30)
@@ -432,10 +421,6 @@ def test_without_a_server_the_error_is_a_grpc_status(tmp_path):
 TLS = (
     ('    bind "${CAMSERVE_BIND}" proto h2\n', ""),
     ('    # bind "${CAMSERVE_BIND}" ssl', '    bind "${CAMSERVE_BIND}" ssl'),
-)
-PROCESSES = (
-    ('    server-template server 1-16 "${CAMSERVE_SERVERS}" resolvers dns init-addr none\n', ""),
-    ("    # server-template process", "    server-template process"),
 )
 
 

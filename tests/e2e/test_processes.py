@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -20,9 +22,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import camserve
 import fork_server
+import needs
+from balancer import PROCESSES, balancer
 from server_process import TEST_VARIABLES, free_port
-from support import TINY, children, wait_until
+from support import PHOTOS, TINY, children, wait_until
 
+TRITON = Path(__file__).parents[2] / ".venv-triton/bin/python"
+CALLS = Path(__file__).parent / "triton_calls.py"
 PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
 COUNT = "camserve_request_duration_seconds_count"
 CONNECTIONS = 24
@@ -110,6 +116,22 @@ def test_processes_share_the_requests_and_the_merged_metrics_count_all(server):
     assert counted.total() == len(results) == 3 * CONNECTIONS
     assert set(counted) == {"0", "1"}
     assert len({result.explanations[0].score for result in results}) == 1
+
+
+@pytest.mark.skipif(not shutil.which("haproxy"), reason=needs.HAPROXY)
+@pytest.mark.skipif(not TRITON.exists(), reason=needs.TRITONCLIENT)
+def test_calls_of_a_triton_client_through_haproxy_use_both_processes(server, tmp_path):
+    """HAProxy has 16 connections, and the kernel chooses their processes. All get the same in 1 of 32,768 runs."""
+    before = server.counted(rpc="ModelInfer", code="OK")
+    with balancer(tmp_path, server.address, *PROCESSES) as haproxy:
+        wait_until(lambda: haproxy.passed_checks() == 16)
+        command = [TRITON, CALLS, haproxy.address, PHOTOS["rocket"]]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    counted = wait_until(lambda: (now := server.counted(rpc="ModelInfer", code="OK") - before).total() >= 30 and now)
+
+    assert done.stdout == "30\n"
+    assert counted.total() == 30
+    assert set(counted) == {"0", "1"}
 
 
 def test_each_process_has_its_share_of_the_queue_and_the_supervisor_is_counted(server):
