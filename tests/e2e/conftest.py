@@ -4,7 +4,7 @@ import pytest
 
 from support import serving
 
-collect_ignore = ["with_tritonclient.py"]  # runs in another environment
+collect_ignore = ["triton_calls.py", "with_tritonclient.py"]  # they run in another environment
 
 
 @pytest.fixture(scope="session")
