@@ -229,4 +229,6 @@ def test_server_that_stops_with_calls_unanswered_exits_with_1(tmp_path):
 
     assert code == 1
     assert all(isinstance(error, camserve.CamserveError) for error in errors)
-    assert [entry["lost"] for entry in server.entries() if "lost" in entry] == [3]
+    accepted = [error for error in errors if error.reason != "DRAINING"]  # a slow machine may send some too late
+    assert accepted
+    assert [entry["lost"] for entry in server.entries() if "lost" in entry] == [len(accepted)]
