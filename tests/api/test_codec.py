@@ -586,6 +586,8 @@ def test_error_names_twelve_layers_and_counts_the_others():
     assert "block12" not in caught.value.message
 
 
+SMALLEST, LARGEST = (float(value) for value in (np.float32(1e-45), np.finfo(np.float32).max))
+
 NUMBERS = {
     # every number and enum in an ExplainRequest, its least and its greatest value, and how a request says it
     "methods.parameters.value.number": (1, 512, lambda v: {"methods": [method("smoothgrad", samples=v)]}),
@@ -612,7 +614,15 @@ NUMBERS = {
     "rendering.alpha": (0, 1, lambda v: rendering(alpha=v)),
     "rendering.max_side": (16, 16384, lambda v: rendering(max_side=v)),
     "rendering.quality": (1, 100, lambda v: rendering(quality=v)),
-    "rendering.profile": (0, 4, lambda v: rendering(profile=v)),
+    "rendering.profile": (0, 5, lambda v: rendering(profile=v)),
+    "rendering.sign": (0, 4, lambda v: rendering(sign=v)),
+    "rendering.scale_value": (SMALLEST, LARGEST, lambda v: rendering(scale_value=v)),
+    "rendering.threshold_quantile": (0, 1, lambda v: rendering(threshold_quantile=v)),
+    "rendering.threshold_value": (0, LARGEST, lambda v: rendering(threshold_value=v)),
+    "rendering.contour_lines": (0, 16, lambda v: rendering(contour_lines=v)),
+    "rendering.regions.quantile": (0, 1, lambda v: rendering(regions={"quantile": v})),
+    "rendering.regions.mass": (0, 1, lambda v: rendering(regions={"mass": v})),
+    "rendering.regions.max_regions": (1, 64, lambda v: rendering(regions={"max_regions": v})),
     "fusion": (0, 3, lambda v: {"fusion": v}),
 }
 ZERO_IS_ABSENT = {"rendering.max_side", "rendering.quality"}

@@ -19,7 +19,8 @@ from api.running_server import PHOTO, item, refusal_of, request, smoothgrad
 from camserve.v1 import explain_pb2, models_pb2
 from camserve_server.core.errors import ConfigError
 from camserve_server.core.limits import Limits
-from camserve_server.imaging import images, render
+from camserve_server.imaging import images, scales
+from camserve_server.imaging.values import Rendering
 
 RAW = explain_pb2.Rendering(heatmap=True)
 BUF = Path(sys.executable).with_name("buf")
@@ -104,7 +105,7 @@ async def test_intensities_of_a_profile_have_the_size_of_the_model_input(profile
     assert (explanation.intensity.height, explanation.intensity.width) == (32, 32)
     np.testing.assert_array_equal(
         np.frombuffer(explanation.intensity.data, "<f4").reshape(32, 32),
-        render.intensities(raw, names[profile], (32, 32)),
+        scales.scale_map(raw, Rendering(profile=names[profile]), (32, 32)).heat,
     )
 
 

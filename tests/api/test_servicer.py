@@ -155,6 +155,43 @@ async def test_too_many_explanations_are_refused_before_a_row_is_computed(server
     assert server.batcher.stats.rows == 0
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"top_k": 3},
+        {"methods": [smoothgrad(7)], "top_k": 2},
+        {"methods": [smoothgrad(3), explain_pb2.Method(name="gradcam"), explain_pb2.Method(name="ablationcam")]},
+        {"methods": [explain_pb2.Method(name="gradcam", augmentation_smoothing=True)], "layers": ["stem", "features"]},
+    ],
+)
+async def test_estimated_rows_are_those_that_are_computed(fields, server):
+    estimated = explain_pb2.EstimateCostRequest(explain=explain_pb2.ExplainRequest(**fields))
+    cost = await server.estimate_cost(estimated)
+    before = server.batcher.stats.rows
+    reply = await server.explain(request(**fields))
+
+    assert cost.rows == server.batcher.stats.rows - before
+    assert cost.explanations == len(reply.explanations)
+    assert cost.max_rows == config.Settings().max_request_rows
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "field"),
+    [
+        ({"model": "tinny"}, "NOT_FOUND", "explain.model"),
+        ({"methods": [smoothgrad(256)] * 16, "top_k": 5}, "INVALID_ARGUMENT", "explain.methods"),
+        ({"class_map": True}, "FAILED_PRECONDITION", "explain.class_map"),
+    ],
+)
+async def test_cost_of_a_request_that_would_be_refused_is_refused(fields, code, field, server):
+    estimated = explain_pb2.EstimateCostRequest(explain=explain_pb2.ExplainRequest(**fields))
+    error = await refusal_of(server.estimate_cost(estimated))
+
+    assert error.code.name == code
+    assert error.detail(error_details_pb2.BadRequest).field_violations[0].field == field
+
+
 async def test_too_many_pixels_to_draw_are_refused_before_a_row_is_computed(server):
     packed = io.BytesIO()
     Image.new("L", (4000, 4000)).save(packed, "PNG")
@@ -370,10 +407,10 @@ async def test_number_of_drawing_steps_follows_the_pixels_per_step(pixels, steps
 async def test_cancelled_call_stops_the_drawing_of_its_other_pictures(server, monkeypatch):
     draw, drawn, go = render.draw, [], threading.Event()
 
-    def draw_and_wait(*args):
+    def draw_and_wait(*args, **options):
         drawn.append(args)
         go.wait(20)
-        return draw(*args)
+        return draw(*args, **options)
 
     monkeypatch.setattr(drawing, "PIXELS_PER_STEP", 1)
     monkeypatch.setattr(render, "draw", draw_and_wait)

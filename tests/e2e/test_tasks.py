@@ -155,6 +155,36 @@ def test_classifier_compares_photos_by_its_last_features(client):
     assert len(like.predictions) == 5
 
 
+@pytest.mark.parametrize("model", ["colours", "lraspp"])
+def test_class_map_has_the_largest_logit_of_each_cell(client, photo, model):
+    options = camserve.ExplainOptions(model=model, methods="gradcam", top_k=1)
+    plain, result = (client.explain(photo, **options, class_map=asked) for asked in (False, True))
+    classes, shares = np.unique(result.class_map, return_counts=True)
+    areas = {prediction.class_index: prediction.area for prediction in result.predictions}
+
+    assert plain.class_map is None
+    assert result.class_map.dtype == np.uint16
+    # The areas of the predictions are counted on the same cells, by other code.
+    assert areas == pytest.approx(dict(zip(classes.tolist(), shares / result.class_map.size, strict=True)))
+    assert (plain.explanations[0].heatmap == result.explanations[0].heatmap).all()
+
+
+def test_class_map_shows_the_colours_where_they_are(client, photo):
+    result = client.explain(photo, model="colours", class_map=True)
+    box, size = result.photo.seen, len(result.class_map)
+    for label, (top, left, side) in PLACES.items():
+        index = next(each.class_index for each in result.predictions if each.label == label)
+        row = int((top + side / 2 - box.top) / (box.bottom - box.top) * size)
+        column = int((left + side / 2 - box.left) / (box.right - box.left) * size)
+        assert result.class_map[row, column] == index
+
+
+def test_class_map_of_a_classifier_is_refused(client, photo):
+    with pytest.raises(camserve.FailedPrecondition, match="predicts no class of each pixel") as caught:
+        client.explain(photo, model="resnet", class_map=True)
+    assert list(caught.value.fields) == ["class_map"]
+
+
 @pytest.mark.parametrize(
     ("model", "target", "error", "message"),
     [

@@ -12,7 +12,7 @@ from pytorch_grad_cam.utils.image import show_cam_on_image
 from skimage import data
 
 from camserve_server.core.errors import InvalidArgument
-from camserve_server.imaging import render
+from camserve_server.imaging import render, scales
 from camserve_server.imaging.values import Box, Rendering
 
 PHOTO = data.chelsea()
@@ -22,16 +22,24 @@ SEEN = Box(93.96, 18.75, 357.04, 281.25)
 MAP = np.random.default_rng(0).normal(size=(7, 7)).astype(np.float32)
 
 
+def scaled(heatmap, size=(224, 224), **options):
+    return scales.scale_map(heatmap, Rendering(**options), size)
+
+
+def intensity(heatmap, size=(224, 224)):
+    return scaled(heatmap, size).heat
+
+
 def pixels(picture):
     return np.asarray(Image.open(io.BytesIO(picture.data)).convert("RGB"))
 
 
 def overlay(photo=PHOTO, heatmap=MAP, seen=SEEN, **options):
-    return pixels(render.draw(photo, render.intensity(heatmap), seen, Rendering(overlay="png", **options))[0])
+    return pixels(render.draw(photo, scaled(heatmap), seen, Rendering(overlay="png", **options))[0])
 
 
 def alone(photo=PHOTO, heatmap=MAP, seen=SEEN, **options):
-    return pixels(render.draw(photo, render.intensity(heatmap), seen, Rendering(heatmap_image="png", **options))[1])
+    return pixels(render.draw(photo, scaled(heatmap), seen, Rendering(heatmap_image="png", **options))[1])
 
 
 def differ(first, second):
@@ -55,7 +63,7 @@ def middle_of_brightest(picture):
 def test_intensities_are_the_positive_values_relative_to_the_greatest():
     heatmap = np.array([[-2, 0, 1], [4, 2, -8]], np.float32)
     expected = np.array([[0, 0, 0.25], [1, 0.5, 0]], np.float32)
-    result = render.intensity(heatmap)
+    result = intensity(heatmap)
     assert result.dtype == np.float32
     assert np.array_equal(result, expected)
 
@@ -63,7 +71,7 @@ def test_intensities_are_the_positive_values_relative_to_the_greatest():
 @pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-11, 1, 1e30])
 def test_intensities_do_not_depend_on_the_scale_of_a_map(scale):
     heatmap = np.array([[0, 0.5, 1]]) * scale
-    result = render.intensity(heatmap.astype(np.float32))
+    result = intensity(heatmap.astype(np.float32))
     assert result[0] == pytest.approx([0, 0.5, 1], abs=0.1 if scale < 1e-40 else 1e-6)
 
 
@@ -71,10 +79,10 @@ def test_intensities_do_not_depend_on_the_scale_of_a_map(scale):
 def test_map_without_positive_values_has_zero_intensity(value):
     heatmap = np.full((3, 4), -1, np.float32)
     heatmap[1, 1] = value
-    assert not render.intensity(heatmap).any()
+    assert not intensity(heatmap).any()
     if not np.isfinite(value):
         heatmap[0, 0] = 1
-        assert not render.intensity(heatmap).any()
+        assert not intensity(heatmap).any()
 
 
 # Colours
@@ -112,7 +120,7 @@ def test_unknown_colour_map_error_lists_the_known_ones(name, hint):
     assert refusal.value.message.startswith(f'unknown colormap "{name}": expected one of autumn, bone, cividis, ')
     assert hint in refusal.value.message
     with pytest.raises(InvalidArgument):
-        render.draw(PHOTO, render.intensity(MAP), SEEN, Rendering(colormap=name))
+        render.draw(PHOTO, scaled(MAP), SEEN, Rendering(colormap=name))
 
 
 def test_error_truncates_a_long_name():
@@ -125,19 +133,17 @@ def test_error_truncates_a_long_name():
 
 
 def test_only_requested_pictures_are_made():
-    assert render.draw(PHOTO, render.intensity(MAP), SEEN, Rendering()) == (None, None)
-    over, heat = render.draw(PHOTO, render.intensity(MAP), SEEN, Rendering(overlay="jpeg"))
+    assert render.draw(PHOTO, scaled(MAP), SEEN, Rendering()) == (None, None)
+    over, heat = render.draw(PHOTO, scaled(MAP), SEEN, Rendering(overlay="jpeg"))
     assert (over.format, over.width, over.height, heat) == ("jpeg", WIDTH, HEIGHT, None)
-    over, heat = render.draw(PHOTO, render.intensity(MAP), SEEN, Rendering(heatmap_image="webp"))
+    over, heat = render.draw(PHOTO, scaled(MAP), SEEN, Rendering(heatmap_image="webp"))
     assert (over, heat.format, heat.width, heat.height) == (None, "webp", WIDTH, HEIGHT)
 
 
 @pytest.mark.parametrize("file_format", ["jpeg", "png", "webp"])
 def test_pictures_have_their_format_and_similar_pixels(file_format):
     options = Rendering(overlay=file_format, heatmap_image=file_format, quality=95)
-    for picture, lossless in zip(
-        render.draw(PHOTO, render.intensity(MAP), SEEN, options), (overlay(), alone()), strict=True
-    ):
+    for picture, lossless in zip(render.draw(PHOTO, scaled(MAP), SEEN, options), (overlay(), alone()), strict=True):
         file = Image.open(io.BytesIO(picture.data))
         assert file.format.lower() == picture.format == file_format
         assert file.size == (picture.width, picture.height) == (WIDTH, HEIGHT)
@@ -147,7 +153,7 @@ def test_pictures_have_their_format_and_similar_pixels(file_format):
 @pytest.mark.parametrize("file_format", ["jpeg", "webp"])
 def test_higher_quality_takes_more_bytes(file_format):
     low, high = (
-        len(render.draw(PHOTO, render.intensity(MAP), SEEN, Rendering(overlay=file_format, quality=quality))[0].data)
+        len(render.draw(PHOTO, scaled(MAP), SEEN, Rendering(overlay=file_format, quality=quality))[0].data)
         for quality in (30, 95)
     )
     assert low * 2 < high
@@ -172,7 +178,7 @@ def test_alpha_0_is_the_photo_and_alpha_1_the_colours():
 @pytest.mark.parametrize("shape", [(7, 7), (12, 9), (1, 1), (1, 14), (224, 200)])
 def test_whole_photo_is_interpolated_as_torch_does(shape):
     heatmap = np.random.default_rng(1).random(shape, np.float32)
-    grid = torch.from_numpy(render.intensity(heatmap))[None, None]
+    grid = torch.from_numpy(intensity(heatmap))[None, None]
     expected = torch.nn.functional.interpolate(grid, (HEIGHT, WIDTH), mode="bilinear", align_corners=False)[0, 0]
     picture = alone(heatmap=heatmap, seen=WHOLE, colormap="gray")
     assert differ(picture[..., 0], (expected.numpy() * 255).round()) <= 1
@@ -183,7 +189,7 @@ def test_fractional_box_is_interpolated_at_its_position():
     x = (np.arange(94, 357) + 0.5 - SEEN.left) / (SEEN.right - SEEN.left)
     y = (np.arange(19, 281) + 0.5 - SEEN.top) / (SEEN.bottom - SEEN.top)
     grid = torch.from_numpy(np.stack(np.meshgrid(x, y), axis=-1) * 2 - 1)[None]
-    values = torch.from_numpy(render.intensity(MAP).astype(np.float64))[None, None]
+    values = torch.from_numpy(intensity(MAP).astype(np.float64))[None, None]
     expected = torch.nn.functional.grid_sample(values, grid, padding_mode="border", align_corners=False)[0, 0]
     picture = alone(colormap="gray")[19:281, 94:357, 0]
     assert differ(picture, (expected.numpy() * 255).round()) <= 1
@@ -191,7 +197,7 @@ def test_fractional_box_is_interpolated_at_its_position():
 
 def test_overlay_is_that_of_pytorch_grad_cam():
     heatmap = np.random.default_rng(2).random((7, 7), np.float32)
-    mask = cv2.resize(render.intensity(heatmap), (WIDTH, HEIGHT))
+    mask = cv2.resize(intensity(heatmap), (WIDTH, HEIGHT))
     ours = overlay(heatmap=heatmap, seen=WHOLE).astype(float)
     theirs = show_cam_on_image(np.float32(PHOTO) / 255, mask, use_rgb=True).astype(float)
     # It truncates where camserve rounds, and stretches the picture to full brightness.
@@ -265,7 +271,7 @@ def test_smallest_box_colours_a_pixel(shape, seen, max_side):
 )
 def test_pictures_are_reduced_but_never_enlarged(max_side, size):
     rendering = Rendering(overlay="png", heatmap_image="jpeg", max_side=max_side)
-    for picture in render.draw(PHOTO, render.intensity(MAP), SEEN, rendering):
+    for picture in render.draw(PHOTO, scaled(MAP), SEEN, rendering):
         assert (picture.width, picture.height) == size
         assert Image.open(io.BytesIO(picture.data)).size == size
 
@@ -294,15 +300,15 @@ def test_photo_and_map_are_not_changed():
 def test_photo_too_long_for_webp_is_refused():
     photo = np.zeros((1, 16384, 3), np.uint8)
     with pytest.raises(InvalidArgument, match="16,383 pixels on a side: set max_side, or request PNG"):
-        render.draw(photo, render.intensity(MAP), SEEN, Rendering(overlay="webp"))
-    assert render.draw(photo, render.intensity(MAP), SEEN, Rendering(overlay="webp", max_side=16000))[0].width == 16000
+        render.draw(photo, scaled(MAP), SEEN, Rendering(overlay="webp"))
+    assert render.draw(photo, scaled(MAP), SEEN, Rendering(overlay="webp", max_side=16000))[0].width == 16000
     assert overlay(photo, seen=Box(0, 0, 16384, 1)).shape == (1, 16384, 3)
 
 
 def test_single_high_pixel_does_not_darken_a_map_clipped_at_a_percentile():
     heatmap = np.linspace(0, 1, 10_000, dtype=np.float32).reshape(100, 100)
     heatmap[3, 5] = 1000.0
-    cut, uncut = render.intensity(heatmap, top=0.99), render.intensity(heatmap)
+    cut, uncut = intensity(heatmap, heatmap.shape), intensity(heatmap)
 
     assert cut.max() == 1.0
     assert (cut == 1).mean() == pytest.approx(0.01, abs=2e-3)
@@ -314,4 +320,4 @@ def test_map_with_less_than_a_hundredth_above_zero_is_still_drawn():
     heatmap = np.zeros((100, 100), np.float32)
     heatmap[3, 5] = 1e-9
 
-    assert render.intensity(heatmap, top=0.99)[3, 5] == 1.0
+    assert intensity(heatmap, heatmap.shape)[3, 5] == 1.0

@@ -87,10 +87,16 @@ def requests():
         model="tiny", image=image, layers=["0", "1"], target={"class_index": 1}
     )
     extraction = explain_pb2.ExtractFeaturesRequest(image=image, layer="1", rank=2, top=3, raw=True, picture=1)
+    regions = explain_pb2.RegionOptions(quantile=0.8, max_regions=3, masks=True, draw=True)
+    rendering = explain_pb2.Rendering(
+        overlay=2, profile="PROFILE_SIGNED", contour_lines=3, color_bar=True, threshold_quantile=0.5, regions=regions
+    )
+    drawn = explain_pb2.ExplainRequest(image=image, rendering=rendering, class_map=True)
     item = explain_pb2.ExplainStreamRequest(request_id="one", request=plain)
     messages = {
-        "Explain": (plain, methods, targets),
+        "Explain": (plain, methods, targets, drawn),
         "ExplainStream": (item,),
+        "EstimateCost": (explain_pb2.EstimateCostRequest(explain=methods),),
         "Evaluate": (evaluation,),
         "InspectLayers": (inspection,),
         "ExtractFeatures": (extraction,),

@@ -5,6 +5,7 @@ import gzip
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -77,12 +78,12 @@ def test_message_that_needs_too_much_memory_is_never_parsed(channel, bomb, monke
     parsed = []
     parse_message = deserialization.MessageParser.parse
 
-    async def recording(self, data, shape, parse, caller):
+    async def recording(self, data, form, caller):
         def record(plain):
             parsed.append(len(plain))
-            return parse(plain)
+            return form.parse(plain)
 
-        return await parse_message(self, data, shape, record, caller)
+        return await parse_message(self, data, replace(form, parse=record), caller)
 
     monkeypatch.setattr(deserialization.MessageParser, "parse", recording)
     method, make = BOMBS[bomb]
@@ -112,13 +113,14 @@ def test_many_such_messages_at_once_do_not_grow_the_servers_memory():
 def test_other_calls_are_answered_while_a_large_message_is_counted(channel, monkeypatch):
     counting, go_on = threading.Event(), threading.Event()
 
-    def blocking_footprint(data, shape, limit):
-        if len(data) > MIB:
-            counting.set()
-            assert go_on.wait(60)
-        return footprint(data, shape, limit)
+    count = deserialization.MessageParser._size
 
-    monkeypatch.setattr(deserialization, "footprint", blocking_footprint)
+    def blocking_count(self, data, form):
+        counting.set()
+        assert go_on.wait(60)
+        return count(self, data, form)
+
+    monkeypatch.setattr(deserialization.MessageParser, "_size", blocking_count)
     attack = channel.unary_unary(EXPLAIN).future(methods(), timeout=60, compression=grpc.Compression.Gzip)
     assert counting.wait(60)
     responses = [models_pb2.ListModelsResponse.FromString(channel.unary_unary(LIST)(b"", timeout=60)) for _ in range(3)]
@@ -191,12 +193,12 @@ class RecordingParser(deserialization.MessageParser):
 
 
 async def test_all_messages_together_stay_within_the_memory_budget():
-    parser, shape, highest = RecordingParser(2000, 10_000), {}, 0
+    parser, form, highest = RecordingParser(2000, 10_000), deserialization.Form({}, bytes), 0
     done = []
 
     async def parse(size):
         nonlocal highest
-        message, release = await parser.parse(delimited(1, bytes(size)), shape, bytes, "a")
+        message, release = await parser.parse(delimited(1, bytes(size)), form, "a")
         highest = max(highest, parser.taken)
         await asyncio.sleep(0)
         done.append(len(message))
@@ -212,10 +214,10 @@ async def test_all_messages_together_stay_within_the_memory_budget():
 
 
 async def test_one_callers_messages_leave_memory_for_another_callers():
-    parser, shape = RecordingParser(1000, 6000), {}
+    parser, form = RecordingParser(1000, 6000), deserialization.Form({}, bytes)
 
     async def send(caller):
-        return await parser.parse(delimited(1, bytes(600)), shape, bytes, caller)
+        return await parser.parse(delimited(1, bytes(600)), form, caller)
 
     greedy = [asyncio.ensure_future(send("a")) for _ in range(6)]
     await asyncio.sleep(0.01)
@@ -226,9 +228,9 @@ async def test_one_callers_messages_leave_memory_for_another_callers():
 
 
 async def test_message_waits_until_there_is_memory_for_it():
-    parser, shape = RecordingParser(1000, 4000), {}
-    _, release = await parser.parse(delimited(1, bytes(1600)), shape, bytes, "a")
-    second = asyncio.ensure_future(parser.parse(delimited(1, bytes(700)), shape, bytes, "a"))
+    parser, form = RecordingParser(1000, 4000), deserialization.Form({}, bytes)
+    _, release = await parser.parse(delimited(1, bytes(1600)), form, "a")
+    second = asyncio.ensure_future(parser.parse(delimited(1, bytes(700)), form, "a"))
     await asyncio.sleep(0.01)
     before = second.done()
     release()
@@ -248,7 +250,7 @@ async def test_invalid_message_holds_no_memory():
 
     for data in (b"\x0a\x01x", gzip.compress(b"\x0a\x01x")):
         with pytest.raises(DecodeError):
-            await parser.parse(data, {}, parse, "a")
+            await parser.parse(data, deserialization.Form({}, parse), "a")
 
     assert parser.taken == 0
 

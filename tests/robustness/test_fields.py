@@ -3,6 +3,7 @@
 import dataclasses
 
 import grpc
+import numpy as np
 import pytest
 from google.rpc import code_pb2
 
@@ -25,6 +26,8 @@ from support import serving
 LIMITS = Limits()
 MANY = 10_000
 
+LARGEST = float(np.finfo(np.float32).max)
+
 CLASSES = {"tiny": 5, "parts": 3, "finder": 3}
 CAPS = {
     "ExplainRequest.top_k": CLASSES["tiny"],
@@ -44,6 +47,14 @@ CAPS = {
     "Rendering.max_side": MAX_SIDE,
     "Rendering.quality": 100,
     "Rendering.profile": max(explain_pb2.Profile.values()),
+    "Rendering.sign": max(explain_pb2.Sign.values()),
+    "Rendering.scale_value": LARGEST,
+    "Rendering.threshold_quantile": 1,
+    "Rendering.threshold_value": LARGEST,
+    "Rendering.contour_lines": 16,
+    "RegionOptions.quantile": 1,
+    "RegionOptions.mass": 1,
+    "RegionOptions.max_regions": 64,
     "ExtractFeaturesRequest.rank": max(explain_pb2.ChannelRank.values()),
     "ExtractFeaturesRequest.top": LIMITS.channels,
     "ExtractFeaturesRequest.picture": max(explain_pb2.ImageFormat.values()),
@@ -66,6 +77,16 @@ LEGAL = {
     ("Rendering.max_side", "0"): "unset: the photo's own size",
     ("Rendering.quality", "0"): "unset: 90",
     ("Rendering.profile", "0"): "unset: the papers' defaults",
+    ("Rendering.sign", "0"): "unset: the profile's default",
+    ("Rendering.scale_value", "cap + 1"): "the cap, as float32",
+    ("Rendering.scale_value", "2^31 - 1"): "any raw value",
+    ("Rendering.threshold_quantile", "0"): "everything is painted",
+    ("Rendering.threshold_value", "0"): "everything is painted",
+    ("Rendering.threshold_value", "cap + 1"): "the cap, as float32",
+    ("Rendering.threshold_value", "2^31 - 1"): "any raw value",
+    ("Rendering.contour_lines", "0"): "unset: no lines",
+    ("RegionOptions.quantile", "0"): "everything above zero",
+    ("RegionOptions.mass", "0"): "the strongest pixel",
     ("ExtractFeaturesRequest.rank", "0"): "unset: by activation",
     ("ExtractFeaturesRequest.picture", "0"): "unset: no picture, since the raw maps are requested",
 }
@@ -122,6 +143,11 @@ def channel(served):
         yield channel
 
 
+def _read_estimate(request, models, limits):
+    with codec.within_explain():
+        return codec.read_explanation(request.explain, models, limits)
+
+
 def read(models, rpc, request):
     """Read a request as the RPC does before it does anything else."""
     if rpc == "Explain":
@@ -129,6 +155,7 @@ def read(models, rpc, request):
     if rpc == "ExplainStream":
         return codec.read_explanation(request.request, models, LIMITS)
     reader = {
+        "EstimateCost": _read_estimate,
         "Evaluate": codec.read_evaluation,
         "InspectLayers": codec.read_inspection,
         "ExtractFeatures": codec.read_extraction,
@@ -293,7 +320,7 @@ def test_too_long_list_is_refused_before_any_work(channel, cost, count):
         for entry in fields.LISTS
     ]
     assert len(cases) >= 15
-    assert sum(refusal[1] == "" for *_, refusal in cases) == (0 if count is None else 4)
+    assert sum(refusal[1] == "" for *_, refusal in cases) == (0 if count is None else 5)
 
     assert unexpected(cases, lambda *call: send(channel, *call)) == {}
     assert cost() == {}

@@ -11,7 +11,8 @@ from torch import nn
 
 from camserve_server import targets
 from camserve_server.engine.values import Row, RowResult
-from camserve_server.imaging import render
+from camserve_server.imaging import scales
+from camserve_server.imaging.values import Rendering
 from camserve_server.models.outputs import Outputs
 from camserve_server.targets.values import (
     ClassTarget,
@@ -272,7 +273,7 @@ def test_finer_target_chooses_the_classes_of_pytorch_grad_cam(resnet):
         with FinerCAM(theirs, [theirs.layer4]) as cam:
             return cam(inputs(model, image), target_idx=23)[0]
 
-    ours = render.intensities(row.maps[0][0], "grad-cam", (64, 64))
+    ours = scales.scale_map(row.maps[0][0], Rendering(profile="grad-cam"), (64, 64)).heat
     assert error_ratio(ours, finer(resnet), finer(exact(resnet))) <= 1
 
 

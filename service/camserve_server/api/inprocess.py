@@ -55,7 +55,12 @@ def services_of(pipeline: Pipeline, stream_in_flight: int) -> Services:
         pipeline: pipeline that explains images.
         stream_in_flight: the largest number of requests of one stream in flight.
     """
-    services, state = cast("Any", Services()), ServerState(stream_in_flight, pipeline=pipeline)
+    return services_with(ServerState(stream_in_flight, pipeline=pipeline))
+
+
+def services_with(state: ServerState) -> Services:
+    """Return the services of a server with this state."""
+    services = cast("Any", Services())
     explain_pb2_grpc.add_ExplainServiceServicer_to_server(ExplainServicer(state), services)
     evaluate_pb2_grpc.add_EvaluateServiceServicer_to_server(EvaluateServicer(state), services)
     models_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(state), services)

@@ -14,14 +14,17 @@ from google.protobuf import empty_pb2
 from google.rpc import code_pb2
 from grpc_health.v1 import health_pb2
 
-from camserve.v1 import explain_pb2
+from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
 from camserve_server.cluster.calls import RETRY_DELAY, Answer, Caller
 
 log = logging.getLogger(__name__)
 
-UNARY = (
-    *("Explain", "InspectLayers", "ExtractFeatures", "Evaluate", "ListMetrics", "ListModels", "GetModel"),
-    *("ListLayers", "ListMethods", "LoadModel", "UnloadModel"),
+UNARY = tuple(
+    rpc.name
+    for file in (explain_pb2, evaluate_pb2, models_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for rpc in service.methods
+    if not rpc.client_streaming
 )
 """The unary RPCs. Ray dispatches by the RPC's name alone, whatever the service."""
 

@@ -9,7 +9,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from camserve_server import targets
@@ -48,7 +50,17 @@ def _results(outputs: Outputs, unique: UniqueInputs, rows: Sequence[Row]) -> lis
     outputs = outputs[unique.index_of(range(len(rows)), outputs.values.device)]
     fixed, scores = resolve_targets(outputs, rows)
     score_array, *summaries = fetch_arrays([scores, *targets.summary(outputs)])
-    return [RowResult(*result) for result in zip(summaries, fixed, score_array.tolist(), strict=True)]
+    results = [RowResult(*result) for result in zip(summaries, fixed, score_array.tolist(), strict=True)]
+    return [
+        replace(result, class_map=_class_map(values)) if row.class_map else result
+        for row, values, result in zip(rows, outputs.values, results, strict=True)
+    ]
+
+
+def _class_map(values: Tensor) -> NDArray[np.uint16]:
+    """Return the class with the largest logit in each cell, uint16 [h,w], given the logits [classes,h,w]."""
+    classes: NDArray[np.uint16] = values.argmax(0).cpu().numpy().astype(np.uint16)
+    return classes
 
 
 def _run_silenced(model: LoadedModel, name: str, rows: Sequence[Row]) -> list[RowResult]:

@@ -35,6 +35,7 @@ class Row:
         edit: edit of the input; rows with the same edit share the object.
         features: True to return the layers' feature maps, in a "cam" pass.
         targets: the number of targets that its request explains; their rows may be in different batches.
+        class_map: True to return the predicted class of each cell of a segmentation, in a "score" pass.
     """
 
     image: Input
@@ -45,6 +46,7 @@ class Row:
     edit: Edit | None = None
     features: bool = False
     targets: int = 1
+    class_map: bool = False
 
     @property
     def input(self) -> Hashable:
@@ -114,6 +116,7 @@ class RowResult:
         zero_gradient: by layer, True if the gradient was zero everywhere.
         features: feature maps by layer, float32 [C,h,w], if the row asks for them.
         readings: statistics by layer, for "inspect"; None for a layer that returned no tensor of numbers.
+        class_map: the predicted class of each cell of a segmentation, uint16 [h,w], if the row asks for it.
     """
 
     logits: NDArray[np.float32]
@@ -123,3 +126,4 @@ class RowResult:
     zero_gradient: tuple[bool, ...] = ()
     features: tuple[NDArray[np.float32], ...] = ()
     readings: tuple[Reading | None, ...] = ()
+    class_map: NDArray[np.uint16] | None = None

@@ -1,8 +1,11 @@
-"""Values for photos and pictures: boxes, preprocessing, views and rendering options."""
+"""Values for photos and pictures: boxes, preprocessing, views, rendering options and regions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from camserve_server.core.arrays import Input, Pixels
 
@@ -75,6 +78,40 @@ class View:
 Profile: TypeAlias = Literal["paper", "grad-cam", "torchcam", "captum"]
 """Convention that turns raw values into the intensities that are coloured."""
 
+Sign: TypeAlias = Literal["positive", "negative", "both", "absolute"]
+"""Values of a map that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """Threshold of shown values.
+
+    Attributes:
+        kind: "value" for a raw value; "quantile" for a quantile of the values on the pixels of the model's input;
+            "mass" for the smallest of the strongest values that together have a share of the sum of all.
+        value: the raw value, the quantile or the share.
+    """
+
+    kind: Literal["value", "quantile", "mass"]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class RegionOptions:
+    """Regions of a map to find.
+
+    Attributes:
+        threshold: the least value in a region.
+        most: largest number of regions.
+        draw: True to draw their outlines on the overlay.
+        masks: True to return their masks.
+    """
+
+    threshold: Threshold = Threshold("quantile", 0.8)
+    most: int = 8
+    draw: bool = False
+    masks: bool = False
+
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
@@ -90,6 +127,13 @@ class Rendering:
         quality: quality of JPEG and WebP, 1 to 100.
         profile: convention that turns raw values into intensities.
         intensity: True to return those intensities.
+        sign: values that are shown.
+        scale: raw value with the strongest colour; "own" for that of each map, "shared" for the largest of them.
+        threshold: threshold below which nothing is painted; None to paint every value.
+        contour_lines: number of contour lines.
+        color_bar: True to add a colour bar to the right of each picture.
+        fade: True to multiply the opacity by the intensity.
+        regions: the regions to find, or None for none.
     """
 
     overlay: Literal["jpeg", "png", "webp"] | None = None
@@ -101,6 +145,13 @@ class Rendering:
     quality: int = 90
     profile: Profile = "paper"
     intensity: bool = False
+    sign: Sign = "positive"
+    scale: float | Literal["own", "shared"] = "own"
+    threshold: Threshold | None = None
+    contour_lines: int = 0
+    color_bar: bool = False
+    fade: bool = False
+    regions: RegionOptions | None = None
 
     @property
     def pictures(self) -> int:
@@ -108,9 +159,47 @@ class Rendering:
         return (self.overlay is not None) + (self.heatmap_image is not None)
 
     @property
-    def whole(self) -> bool:
-        """True if the intensities are needed on the pixels of the model's input."""
-        return self.intensity or self.profile != "paper"
+    def derived(self) -> bool:
+        """True if anything is made from the maps: pictures, intensities or regions."""
+        return self.pictures > 0 or self.intensity or self.regions is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RunLengths:
+    """Mask in the compressed run-length encoding of COCO.
+
+    Attributes:
+        height: height of the mask.
+        width: width of the mask.
+        counts: the lengths of the runs, as text.
+    """
+
+    height: int
+    width: int
+    counts: str
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Connected part of a map whose values reach a threshold. All positions are in the photo's pixels.
+
+    Attributes:
+        box: the smallest box around its pixels.
+        area: the number of its pixels.
+        contour: corners of its outline without holes, x and y of each, int32 [n, 2].
+        peak: x and y of its strongest value.
+        peak_value: the raw value there: negative in a region of negative values.
+        share: share of the sum of the map's shown values, 0 to 1.
+        mask: its pixels; None if not requested.
+    """
+
+    box: Box
+    area: int
+    contour: NDArray[np.int32]
+    peak: tuple[float, float]
+    peak_value: float
+    share: float
+    mask: RunLengths | None = None
 
 
 @dataclass(frozen=True, slots=True)

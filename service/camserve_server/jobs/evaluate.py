@@ -80,7 +80,7 @@ class EvaluationJob:
 
 def _metric_rows(job: Job, call: MethodCall, metric: MetricCall) -> int:
     """Return the number of rows that a metric runs for all maps of one method."""
-    alone = replace(job, calls=(call,))
+    alone = job.alone(call)
     return METRICS[metric.name].rows(metric.parameters, alone.explanations, alone.rows)
 
 
@@ -156,7 +156,7 @@ class _MetricRunner:
 
     def _rows(self, metric: MetricCall, call: MethodCall) -> int:
         """Return the number of rows of a metric for one map; a recomputation counts once for all layers and targets."""
-        alone = replace(self.assessment.job, calls=(call,))
+        alone = self.assessment.job.alone(call)
         return METRICS[metric.name].rows(metric.parameters, 1, alone.rows)
 
     def _metric_input(self, explanation: Explanation, target: int) -> MetricInput:

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from camserve_server.core.arrays import Input
@@ -33,6 +35,7 @@ class ExplanationRun:
         views: views of the image, applied one after the other.
         answers: for each target, the result of its row with the unchanged image; empty until `run_unchanged`.
         randomised: the modules of the model that get random weights; None for no module.
+        class_map: the predicted class of each cell, as in `RowResult`, if the job asks for it and it has run.
     """
 
     job: Job
@@ -41,6 +44,7 @@ class ExplanationRun:
     views: tuple[View, ...] = ()
     answers: tuple[RowResult, ...] = ()
     randomised: Randomised | None = None
+    class_map: NDArray[np.uint16] | None = None
 
     @property
     def targets(self) -> tuple[FixedTarget, ...]:
@@ -71,9 +75,7 @@ class ExplanationRun:
             layers: other layers; empty for the same.
             view: a view to apply after those of this run; None for none.
         """
-        job = replace(
-            self.job, calls=(call,), layers=tuple(layers) or self.job.layers, targets=self.targets, fusion=None
-        )
+        job = replace(self.job.alone(call), layers=tuple(layers) or self.job.layers, targets=self.targets, fusion=None)
         return replace(self, job=job, views=(*self.views, view) if view else self.views, answers=())
 
     async def run_unchanged(self) -> "ExplanationRun":
@@ -84,7 +86,7 @@ class ExplanationRun:
         for calls in others:
             more_answers = await self._answers([answer.target for answer in answers], calls)
             answers = [_merge_maps(*pair) for pair in zip(answers, more_answers, strict=True)]
-        return replace(self, answers=tuple(answers))
+        return replace(self, answers=tuple(answers), class_map=await self._class_map(answers[0].target))
 
     async def _answers(
         self, targets: Sequence[FixedTarget], calls: tuple[MethodCall, ...], *, features: bool = False
@@ -96,6 +98,15 @@ class ExplanationRun:
             rows[0] = replace(rows[0], features=True)
         await self.row_runner.run(self._unchanged_pass(), rows, results.__setitem__)
         return [results[index] for index in range(len(rows))]
+
+    async def _class_map(self, target: FixedTarget) -> NDArray[np.uint16] | None:
+        """Run one more row for the predicted class of each cell, if the job asks for it."""
+        if not self.job.class_map:
+            return None
+        results: dict[int, RowResult] = {}
+        row = replace(self.row(target), class_map=True)
+        await self.row_runner.run(self.pass_("score"), [row], results.__setitem__)
+        return results[0].class_map
 
     async def _with_embedding(self, target: Target) -> Target:
         """Replace the image of a similarity target by its embedding; return any other target as it is."""

@@ -1,13 +1,16 @@
 """Jobs, their raw maps and their explanations: plain values."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from camserve_server.core.arrays import Map
 from camserve_server.engine.values import Row, RowResult
-from camserve_server.imaging.values import Picture
+from camserve_server.imaging.values import Picture, Region
 from camserve_server.jobs.cost import (
     channels_of,
     is_plain_gradient,
@@ -46,6 +49,7 @@ class Job:
         layers: the layers, for methods that use layers.
         targets: the targets to explain.
         fusion: the way to fuse the maps of several layers into one; None for one map of each layer.
+        class_map: True to return the predicted class of each cell of a segmentation, too.
     """
 
     model: ModelInfo
@@ -53,6 +57,11 @@ class Job:
     layers: tuple[str, ...]
     targets: tuple[Target, ...]
     fusion: Fusion | None = None
+    class_map: bool = False
+
+    def alone(self, call: MethodCall) -> "Job":
+        """Return the job of one of its methods."""
+        return replace(self, calls=(call,), class_map=False)
 
     @cached_property
     def features(self) -> bool:
@@ -85,7 +94,7 @@ class Job:
         per_target = len(self.shared) + sum(rows_of(call, channels, self.model.preprocess.size) for call in others)
         # The other image of a similarity target runs too.
         compared = sum(kind_of(target).compared(target) is not None for target in self.targets)
-        return len(self.targets) * per_target + compared
+        return len(self.targets) * per_target + compared + self.class_map
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +114,8 @@ class Explanation:
         overlay: the map on the photo, once drawn; None if not requested.
         heatmap_image: the map alone, likewise.
         intensity: the values that are coloured, float32 [height,width] of the model's input, likewise.
+        scale: raw value with the strongest colour, once drawn; 0 if no value is shown.
+        regions: the regions of the map, likewise.
     """
 
     call: MethodCall
@@ -118,6 +129,8 @@ class Explanation:
     overlay: Picture | None = None
     heatmap_image: Picture | None = None
     intensity: Map | None = None
+    scale: float = 0.0
+    regions: tuple[Region, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +140,12 @@ class JobResult:
     Attributes:
         logits: outputs of the model for the unchanged image, as in `RowResult.logits`.
         explanations: the explanations, in the order of the job.
+        class_map: the predicted class of each cell of a segmentation, uint16 [h,w], if the job asks for it.
     """
 
     logits: Map
     explanations: tuple[Explanation, ...]
+    class_map: NDArray[np.uint16] | None = None
 
 
 @dataclass(frozen=True, slots=True)

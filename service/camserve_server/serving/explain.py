@@ -190,10 +190,12 @@ class Pipeline:
         def make_reply(explanations: list[jobs.Explanation]) -> T:
             timing = times.timing()
             prediction = ModelPrediction(request.job.model, result.logits, photo.seen)
-            return encode(ExplainResult(prediction, explanations, photo.size, photo.receipt, timing))
+            numbers = (photo.size, photo.receipt, timing, result.class_map)
+            return encode(ExplainResult(prediction, explanations, *numbers))
 
-        await self.reserve_reply(estimate_reply(request, photo, result.explanations), until_sent)
-        if not (request.rendering.pictures or request.rendering.intensity):
+        classes = 0 if result.class_map is None else result.class_map.nbytes
+        await self.reserve_reply(estimate_reply(request, photo, result.explanations) + classes, until_sent)
+        if not request.rendering.derived:
             return make_reply(list(result.explanations))
         async with self._reserve_drawing(memory_to_draw(request, photo)):
             steps = draw_and_reply(request, photo, result.explanations, self.limits, make_reply)

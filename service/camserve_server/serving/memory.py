@@ -5,6 +5,7 @@ import math
 from camserve_server import jobs
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
+from camserve_server.imaging import marks
 from camserve_server.imaging.values import Rendering
 from camserve_server.methods import METHODS
 from camserve_server.scheduling.admission import Admission, MemoryBudget
@@ -20,6 +21,9 @@ REPLY_COPIES = 3  # of each reply: the message, its serialised form, and what gR
 
 RGB = 3  # bytes of a pixel
 FLOAT = 4  # bytes of a number of a map
+WORK = 72  # bytes of a pixel of the model's input while thresholds and regions are found
+RUN_WORK = 40  # bytes of a run of a mask while it is encoded
+RUN = 3  # bytes of a run of a mask, as text: the difference to a run of about the same length
 MASK = FLOAT  # bytes of a pixel of the mask by which an image is edited
 
 
@@ -64,7 +68,41 @@ def pixels_per_map(rendering: Rendering, size: tuple[int, int]) -> float:
         size: height and width of the photo.
     """
     scale = min(1.0, (rendering.max_side or math.inf) / max(size))
-    return rendering.pictures * size[0] * size[1] * scale**2
+    height, width = size[0] * scale, size[1] * scale
+    bar = marks.bar_width(math.ceil(height), math.ceil(width)) if rendering.color_bar else 0
+    return rendering.pictures * height * (width + bar)
+
+
+def region_bytes(rendering: Rendering, size: tuple[int, int], input_size: tuple[int, int]) -> int:
+    """Return an upper bound, in bytes, of the outlines and masks of one map's regions.
+
+    Args:
+        rendering: the regions to find.
+        size: height and width of the photo.
+        input_size: height and width of the model's input.
+    """
+    if rendering.regions is None:
+        return 0
+    corners = 2 * math.prod(input_size)  # if regions are single pixels: four of every second pixel
+    return 2 * FLOAT * corners + rendering.regions.masks * RUN * _runs(size, input_size)
+
+
+def work_bytes(rendering: Rendering, size: tuple[int, int], input_size: tuple[int, int]) -> int:
+    """Return an upper bound, in bytes, of the memory to find the threshold and the regions of one map.
+
+    Args:
+        rendering: the threshold and the regions to find.
+        size: height and width of the photo.
+        input_size: height and width of the model's input.
+    """
+    masks = rendering.regions is not None and rendering.regions.masks
+    selects = rendering.regions is not None or rendering.threshold is not None
+    return selects * WORK * math.prod(input_size) + masks * RUN_WORK * _runs(size, input_size)
+
+
+def _runs(size: tuple[int, int], input_size: tuple[int, int]) -> int:
+    """Return the largest number of runs of a mask: it changes at every row of the model's input."""
+    return (min(size[0], input_size[0]) + 1) * size[1]
 
 
 def check_drawn_pixels(job: jobs.Job, rendering: Rendering, size: tuple[int, int], limits: Limits) -> None:

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from camserve_server.core.arrays import Map
 from camserve_server.engine.values import Reading
@@ -161,6 +162,7 @@ class ExplainResult:
         size: height and width of the photo.
         receipt: the model, the input and the software of the explanations.
         timing: durations of the request's stages.
+        class_map: the predicted class of each cell of a segmentation, uint16 [h,w]; None if not requested.
     """
 
     prediction: ModelPrediction
@@ -168,6 +170,7 @@ class ExplainResult:
     size: tuple[int, int]
     receipt: Receipt
     timing: Timing
+    class_map: NDArray[np.uint16] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,42 @@ IMAGE_FORMAT_WEBP: ImageFormat.ValueType  # 3
 """WebP, with at most 16,383 pixels on a side."""
 Global___ImageFormat: _TypeAlias = ImageFormat  # noqa: Y015
 
+class _Sign:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SignEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Sign.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SIGN_UNSPECIFIED: _Sign.ValueType  # 0
+    """The default of the profile."""
+    SIGN_POSITIVE: _Sign.ValueType  # 1
+    """Positive values. Negative ones become 0."""
+    SIGN_NEGATIVE: _Sign.ValueType  # 2
+    """Negative values, negated. Positive ones become 0."""
+    SIGN_BOTH: _Sign.ValueType  # 3
+    """All values: 0 has the colour in the middle of the colour map. INVALID_ARGUMENT with PROFILE_GRAD_CAM and
+    PROFILE_TORCHCAM.
+    """
+    SIGN_ABSOLUTE: _Sign.ValueType  # 4
+    """Absolute values."""
+
+class Sign(_Sign, metaclass=_SignEnumTypeWrapper):
+    """The values of a map that are shown."""
+
+SIGN_UNSPECIFIED: Sign.ValueType  # 0
+"""The default of the profile."""
+SIGN_POSITIVE: Sign.ValueType  # 1
+"""Positive values. Negative ones become 0."""
+SIGN_NEGATIVE: Sign.ValueType  # 2
+"""Negative values, negated. Positive ones become 0."""
+SIGN_BOTH: Sign.ValueType  # 3
+"""All values: 0 has the colour in the middle of the colour map. INVALID_ARGUMENT with PROFILE_GRAD_CAM and
+PROFILE_TORCHCAM.
+"""
+SIGN_ABSOLUTE: Sign.ValueType  # 4
+"""Absolute values."""
+Global___Sign: _TypeAlias = Sign  # noqa: Y015
+
 class _Profile:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -131,9 +167,16 @@ class _ProfileEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Profile.Value
     """The convention of Captum: the map is resized with nearest-neighbour interpolation and negative values become 0. It
     is then divided by the value at which the cumulative sum of the sorted values reaches 98 %, and cut at 1.
     """
+    PROFILE_SIGNED: _Profile.ValueType  # 5
+    """Evidence for and against the target: the map is divided by its largest absolute value and resized bilinearly, so
+    that intensities are -1 to 1. A map on the pixels of the model's input is divided by the 99th percentile of its
+    absolute values instead, and cut at -1 and 1. The default colour map is "coolwarm".
+    """
 
 class Profile(_Profile, metaclass=_ProfileEnumTypeWrapper):
-    """Conventions that turn a raw map into intensities of 0 to 1, which are then coloured."""
+    """Conventions that turn a raw map into intensities of 0 to 1, which are then coloured. With SIGN_BOTH intensities are
+    -1 to 1. Where a convention says that negative values become 0, Rendering.sign selects other values.
+    """
 
 PROFILE_UNSPECIFIED: Profile.ValueType  # 0
 """Same as PROFILE_PAPER."""
@@ -152,6 +195,11 @@ resized bicubically, which may exceed 0 to 1 slightly. Pictures show the squares
 PROFILE_CAPTUM: Profile.ValueType  # 4
 """The convention of Captum: the map is resized with nearest-neighbour interpolation and negative values become 0. It
 is then divided by the value at which the cumulative sum of the sorted values reaches 98 %, and cut at 1.
+"""
+PROFILE_SIGNED: Profile.ValueType  # 5
+"""Evidence for and against the target: the map is divided by its largest absolute value and resized bilinearly, so
+that intensities are -1 to 1. A map on the pixels of the model's input is divided by the 99th percentile of its
+absolute values instead, and cut at -1 and 1. The default colour map is "coolwarm".
 """
 Global___Profile: _TypeAlias = Profile  # noqa: Y015
 
@@ -243,6 +291,7 @@ class ExplainRequest(_message.Message):
     MAX_PREDICTIONS_FIELD_NUMBER: _builtins.int
     FUSION_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    CLASS_MAP_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a loaded model. Default: the first model in the server's configuration."""
     image: _builtins.bytes
@@ -258,6 +307,10 @@ class ExplainRequest(_message.Message):
     """Fusion of the maps of several layers into one map. Default: one map for each layer."""
     progress: _builtins.bool
     """True to receive Progress messages on a stream. Explain ignores it."""
+    class_map: _builtins.bool
+    """True to return the predicted class of each cell, for models of semantic segmentation. FAILED_PRECONDITION: the
+    model has another task.
+    """
     @_builtins.property
     def methods(self) -> _containers.RepeatedCompositeFieldContainer[Global___Method]:
         """Methods to explain with, up to 16. Default: gradcam."""
@@ -291,10 +344,11 @@ class ExplainRequest(_message.Message):
         max_predictions: _builtins.int | None = ...,
         fusion: Global___Fusion.ValueType = ...,
         progress: _builtins.bool = ...,
+        class_map: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions", "_top_k", b"_top_k", "max_predictions", b"max_predictions", "rendering", b"rendering", "top_k", b"top_k"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions", "_top_k", b"_top_k", "fusion", b"fusion", "image", b"image", "layers", b"layers", "max_predictions", b"max_predictions", "methods", b"methods", "model", b"model", "progress", b"progress", "rendering", b"rendering", "targets", b"targets", "top_k", b"top_k"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions", "_top_k", b"_top_k", "class_map", b"class_map", "fusion", b"fusion", "image", b"image", "layers", b"layers", "max_predictions", b"max_predictions", "methods", b"methods", "model", b"model", "progress", b"progress", "rendering", b"rendering", "targets", b"targets", "top_k", b"top_k"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_predictions: _TypeAlias = _typing.Literal["max_predictions"]  # noqa: Y015
     _WhichOneofArgType__max_predictions: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions"]  # noqa: Y015
@@ -682,6 +736,15 @@ class Rendering(_message.Message):
     QUALITY_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     INTENSITY_FIELD_NUMBER: _builtins.int
+    SIGN_FIELD_NUMBER: _builtins.int
+    SHARED_SCALE_FIELD_NUMBER: _builtins.int
+    SCALE_VALUE_FIELD_NUMBER: _builtins.int
+    THRESHOLD_QUANTILE_FIELD_NUMBER: _builtins.int
+    THRESHOLD_VALUE_FIELD_NUMBER: _builtins.int
+    CONTOUR_LINES_FIELD_NUMBER: _builtins.int
+    COLOR_BAR_FIELD_NUMBER: _builtins.int
+    FADE_FIELD_NUMBER: _builtins.int
+    REGIONS_FIELD_NUMBER: _builtins.int
     overlay: Global___ImageFormat.ValueType
     """Encoding of the overlay: the heatmap drawn over the photo, upright, in the photo's size. Default: no overlay."""
     heatmap: _builtins.bool
@@ -691,7 +754,9 @@ class Rendering(_message.Message):
     the photo. Default: no picture.
     """
     colormap: _builtins.str
-    """Name of the colour map. INVALID_ARGUMENT if it is unknown; the error lists the known names. Default: "jet"."""
+    """Name of the colour map. INVALID_ARGUMENT if it is unknown; the error lists the known names. Default: "coolwarm" with
+    SIGN_BOTH, otherwise "jet".
+    """
     alpha: _builtins.float
     """Opacity of the heatmap over the photo, 0 to 1. Default: 0.5."""
     max_side: _builtins.int
@@ -704,6 +769,32 @@ class Rendering(_message.Message):
     """Convention that turns raw values into colours."""
     intensity: _builtins.bool
     """True to return the intensities before they are coloured, on the pixels of the model's input."""
+    sign: Global___Sign.ValueType
+    """Values that are shown. Default: SIGN_BOTH for PROFILE_SIGNED, otherwise SIGN_POSITIVE."""
+    shared_scale: _builtins.bool
+    """True to use the largest of the values that the maps of this request have on their own."""
+    scale_value: _builtins.float
+    """This value, above 0: such as the Explanation.scale of an earlier response, to compare the pictures."""
+    threshold_quantile: _builtins.float
+    """Quantile of the shown values on the pixels of the model's input, 0 to 1: 0.8 paints the strongest fifth."""
+    threshold_value: _builtins.float
+    """Raw value, 0 or more. With SIGN_BOTH and SIGN_ABSOLUTE it is compared with absolute values, with SIGN_NEGATIVE
+    with negated ones.
+    """
+    contour_lines: _builtins.int
+    """Number of contour lines, 0 to 16, at equally spaced intensities between 0 and 1. With SIGN_BOTH as many again at
+    negative intensities. Default: none.
+    """
+    color_bar: _builtins.bool
+    """True to add a bar with the colours and their raw values to the right of the picture, which becomes wider than the
+    photo. Default: false.
+    """
+    fade: _builtins.bool
+    """True to multiply the opacity by the intensity, so that the photo shows where the map is weak. Default: false."""
+    @_builtins.property
+    def regions(self) -> Global___RegionOptions:
+        """Regions of each map to return. Default: none."""
+
     def __init__(
         self,
         *,
@@ -716,16 +807,196 @@ class Rendering(_message.Message):
         quality: _builtins.int = ...,
         profile: Global___Profile.ValueType = ...,
         intensity: _builtins.bool = ...,
+        sign: Global___Sign.ValueType = ...,
+        shared_scale: _builtins.bool = ...,
+        scale_value: _builtins.float = ...,
+        threshold_quantile: _builtins.float = ...,
+        threshold_value: _builtins.float = ...,
+        contour_lines: _builtins.int = ...,
+        color_bar: _builtins.bool = ...,
+        fade: _builtins.bool = ...,
+        regions: Global___RegionOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "alpha", b"alpha"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "alpha", b"alpha", "regions", b"regions", "scale", b"scale", "scale_value", b"scale_value", "shared_scale", b"shared_scale", "threshold", b"threshold", "threshold_quantile", b"threshold_quantile", "threshold_value", b"threshold_value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "alpha", b"alpha", "colormap", b"colormap", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "intensity", b"intensity", "max_side", b"max_side", "overlay", b"overlay", "profile", b"profile", "quality", b"quality"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "alpha", b"alpha", "color_bar", b"color_bar", "colormap", b"colormap", "contour_lines", b"contour_lines", "fade", b"fade", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "intensity", b"intensity", "max_side", b"max_side", "overlay", b"overlay", "profile", b"profile", "quality", b"quality", "regions", b"regions", "scale", b"scale", "scale_value", b"scale_value", "shared_scale", b"shared_scale", "sign", b"sign", "threshold", b"threshold", "threshold_quantile", b"threshold_quantile", "threshold_value", b"threshold_value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__alpha: _TypeAlias = _typing.Literal["alpha"]  # noqa: Y015
     _WhichOneofArgType__alpha: _TypeAlias = _typing.Literal["_alpha", b"_alpha"]  # noqa: Y015
+    _WhichOneofReturnType_scale: _TypeAlias = _typing.Literal["shared_scale", "scale_value"]  # noqa: Y015
+    _WhichOneofArgType_scale: _TypeAlias = _typing.Literal["scale", b"scale"]  # noqa: Y015
+    _WhichOneofReturnType_threshold: _TypeAlias = _typing.Literal["threshold_quantile", "threshold_value"]  # noqa: Y015
+    _WhichOneofArgType_threshold: _TypeAlias = _typing.Literal["threshold", b"threshold"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__alpha) -> _WhichOneofReturnType__alpha | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_scale) -> _WhichOneofReturnType_scale | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_threshold) -> _WhichOneofReturnType_threshold | None: ...
 
 Global___Rendering: _TypeAlias = Rendering  # noqa: Y015
+
+@_typing.final
+class RegionOptions(_message.Message):
+    """The regions of a map to return: connected parts of it whose values reach a threshold.
+
+    Values are those that Rendering.sign selects, on the pixels of the model's input, interpolated as in the pictures.
+    Pixels are connected to their eight neighbours. With SIGN_BOTH, positive and negative pixels are not connected. A
+    pixel without a value above 0 belongs to no region.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUANTILE_FIELD_NUMBER: _builtins.int
+    MASS_FIELD_NUMBER: _builtins.int
+    MAX_REGIONS_FIELD_NUMBER: _builtins.int
+    DRAW_FIELD_NUMBER: _builtins.int
+    MASKS_FIELD_NUMBER: _builtins.int
+    quantile: _builtins.float
+    """Quantile of the values, 0 to 1."""
+    mass: _builtins.float
+    """Share of the sum of all values, 0 to 1: the strongest pixels that together have at least this share."""
+    max_regions: _builtins.int
+    """Maximum number of regions, 1 to 64: those with the largest sums. Default: 8."""
+    draw: _builtins.bool
+    """True to draw their outlines on the overlay."""
+    masks: _builtins.bool
+    """True to return a mask of each region in the photo's pixels."""
+    def __init__(
+        self,
+        *,
+        quantile: _builtins.float = ...,
+        mass: _builtins.float = ...,
+        max_regions: _builtins.int | None = ...,
+        draw: _builtins.bool = ...,
+        masks: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_regions", b"_max_regions", "mass", b"mass", "max_regions", b"max_regions", "quantile", b"quantile", "threshold", b"threshold"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_regions", b"_max_regions", "draw", b"draw", "masks", b"masks", "mass", b"mass", "max_regions", b"max_regions", "quantile", b"quantile", "threshold", b"threshold"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_regions: _TypeAlias = _typing.Literal["max_regions"]  # noqa: Y015
+    _WhichOneofArgType__max_regions: _TypeAlias = _typing.Literal["_max_regions", b"_max_regions"]  # noqa: Y015
+    _WhichOneofReturnType_threshold: _TypeAlias = _typing.Literal["quantile", "mass"]  # noqa: Y015
+    _WhichOneofArgType_threshold: _TypeAlias = _typing.Literal["threshold", b"threshold"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_regions) -> _WhichOneofReturnType__max_regions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_threshold) -> _WhichOneofReturnType_threshold | None: ...
+
+Global___RegionOptions: _TypeAlias = RegionOptions  # noqa: Y015
+
+@_typing.final
+class Region(_message.Message):
+    """A connected part of a map. A pixel of the photo belongs to it if its centre lies in one of the region's pixels of the
+    model's input.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOX_FIELD_NUMBER: _builtins.int
+    AREA_FIELD_NUMBER: _builtins.int
+    CONTOUR_FIELD_NUMBER: _builtins.int
+    PEAK_FIELD_NUMBER: _builtins.int
+    PEAK_VALUE_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    MASK_FIELD_NUMBER: _builtins.int
+    area: _builtins.int
+    """Number of its pixels in the photo."""
+    peak_value: _builtins.float
+    """The raw value there, interpolated: negative in a region of negative values."""
+    share: _builtins.float
+    """Share of the sum of all shown values of the map that it contains, 0 to 1."""
+    @_builtins.property
+    def box(self) -> Global___Box:
+        """The smallest box around its pixels."""
+
+    @_builtins.property
+    def contour(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The outline, without holes: x and y of each corner by turns, in pixels of the photo."""
+
+    @_builtins.property
+    def peak(self) -> Global___Point:
+        """The position of its strongest value: the centre of that pixel of the model's input."""
+
+    @_builtins.property
+    def mask(self) -> Global___RunLengths:
+        """The mask, if requested."""
+
+    def __init__(
+        self,
+        *,
+        box: Global___Box | None = ...,
+        area: _builtins.int = ...,
+        contour: _abc.Iterable[_builtins.float] | None = ...,
+        peak: Global___Point | None = ...,
+        peak_value: _builtins.float = ...,
+        share: _builtins.float = ...,
+        mask: Global___RunLengths | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "mask", b"mask", "peak", b"peak"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["area", b"area", "box", b"box", "contour", b"contour", "mask", b"mask", "peak", b"peak", "peak_value", b"peak_value", "share", b"share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Region: _TypeAlias = Region  # noqa: Y015
+
+@_typing.final
+class Point(_message.Message):
+    """A position in pixels, measured from the upper left corner of the photo."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    X_FIELD_NUMBER: _builtins.int
+    Y_FIELD_NUMBER: _builtins.int
+    x: _builtins.float
+    """Distance from the left edge."""
+    y: _builtins.float
+    """Distance from the upper edge."""
+    def __init__(
+        self,
+        *,
+        x: _builtins.float = ...,
+        y: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["x", b"x", "y", b"y"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Point: _TypeAlias = Point  # noqa: Y015
+
+@_typing.final
+class RunLengths(_message.Message):
+    """A mask in the compressed run-length encoding of COCO."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEIGHT_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    height: _builtins.int
+    """Height of the photo in pixels."""
+    width: _builtins.int
+    """Width of the photo in pixels."""
+    counts: _builtins.str
+    """The runs, column by column, as pycocotools encodes them in "counts"."""
+    def __init__(
+        self,
+        *,
+        height: _builtins.int = ...,
+        width: _builtins.int = ...,
+        counts: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "height", b"height", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunLengths: _TypeAlias = RunLengths  # noqa: Y015
 
 @_typing.final
 class ExplainResponse(_message.Message):
@@ -740,6 +1011,7 @@ class ExplainResponse(_message.Message):
     PHOTO_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
+    CLASS_MAP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this request: the "x-request-id" of the call's metadata if it has 1 to 128 printable characters, otherwise
     one that the server generated. On a stream, the request_id of the request.
@@ -771,6 +1043,10 @@ class ExplainResponse(_message.Message):
     def receipt(self) -> Global___Receipt:
         """The information, besides the request and the explanations, that is needed to compute them again."""
 
+    @_builtins.property
+    def class_map(self) -> Global___ClassMap:
+        """The predicted class of each cell of a segmentation, if requested."""
+
     def __init__(
         self,
         *,
@@ -781,14 +1057,45 @@ class ExplainResponse(_message.Message):
         photo: Global___Photo | None = ...,
         timing: Global___Timing | None = ...,
         receipt: Global___Receipt | None = ...,
+        class_map: Global___ClassMap | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["photo", b"photo", "receipt", b"receipt", "timing", b"timing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["class_map", b"class_map", "photo", b"photo", "receipt", b"receipt", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanations", b"explanations", "model", b"model", "photo", b"photo", "predictions", b"predictions", "receipt", b"receipt", "request_id", b"request_id", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_map", b"class_map", "explanations", b"explanations", "model", b"model", "photo", b"photo", "predictions", b"predictions", "receipt", b"receipt", "request_id", b"request_id", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class ClassMap(_message.Message):
+    """The predicted class of each cell of a segmentation, over the part of the photo that the model saw (Photo.seen)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEIGHT_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    height: _builtins.int
+    """Rows of the grid."""
+    width: _builtins.int
+    """Columns of the grid."""
+    data: _builtins.bytes
+    """height × width class indices, uint16, little-endian, row by row."""
+    def __init__(
+        self,
+        *,
+        height: _builtins.int = ...,
+        width: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "height", b"height", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassMap: _TypeAlias = ClassMap  # noqa: Y015
 
 @_typing.final
 class Receipt(_message.Message):
@@ -1062,6 +1369,8 @@ class Explanation(_message.Message):
     EIGEN_SMOOTHING_FIELD_NUMBER: _builtins.int
     RESOLVED_TARGET_FIELD_NUMBER: _builtins.int
     FUSION_FIELD_NUMBER: _builtins.int
+    SCALE_FIELD_NUMBER: _builtins.int
+    REGIONS_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     """Name of the method."""
     layer: _builtins.str
@@ -1084,6 +1393,10 @@ class Explanation(_message.Message):
     """True if the map is the first principal component instead of the sum."""
     fusion: Global___Fusion.ValueType
     """The fusion of the layers' maps; unspecified for a map of one layer."""
+    scale: _builtins.float
+    """Raw value with the strongest colour, if pictures, intensities or regions are requested: a value for
+    Rendering.scale_value. 0 if no value is shown.
+    """
     @_builtins.property
     def target(self) -> Global___Prediction:
         """The class or object that is explained. For a similarity the label is "similarity"."""
@@ -1110,13 +1423,19 @@ class Explanation(_message.Message):
 
     @_builtins.property
     def intensity(self) -> Global___Heatmap:
-        """The intensities before they are coloured, 0 to 1, on the pixels of the model's input, if requested."""
+        """The intensities before they are coloured, on the pixels of the model's input, if requested: 0 to 1, or -1 to 1 with
+        SIGN_BOTH.
+        """
 
     @_builtins.property
     def resolved_target(self) -> Global___Target:
         """The resolved target, which can be sent again to request the same explanation. For a similarity it lacks the other
         image.
         """
+
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Region]:
+        """The regions, if requested, the one with the largest sum first."""
 
     def __init__(
         self,
@@ -1138,10 +1457,12 @@ class Explanation(_message.Message):
         eigen_smoothing: _builtins.bool = ...,
         resolved_target: Global___Target | None = ...,
         fusion: Global___Fusion.ValueType = ...,
+        scale: _builtins.float = ...,
+        regions: _abc.Iterable[Global___Region] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_completeness_error", b"_completeness_error", "completeness_error", b"completeness_error", "contrast", b"contrast", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "intensity", b"intensity", "overlay", b"overlay", "resolved_target", b"resolved_target", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_completeness_error", b"_completeness_error", "augmentation_smoothing", b"augmentation_smoothing", "completeness_error", b"completeness_error", "contrast", b"contrast", "eigen_smoothing", b"eigen_smoothing", "fusion", b"fusion", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "intensity", b"intensity", "layer", b"layer", "method", b"method", "overlay", b"overlay", "parameters", b"parameters", "resolved_target", b"resolved_target", "score", b"score", "target", b"target", "verdict", b"verdict", "verdict_message", b"verdict_message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_completeness_error", b"_completeness_error", "augmentation_smoothing", b"augmentation_smoothing", "completeness_error", b"completeness_error", "contrast", b"contrast", "eigen_smoothing", b"eigen_smoothing", "fusion", b"fusion", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "intensity", b"intensity", "layer", b"layer", "method", b"method", "overlay", b"overlay", "parameters", b"parameters", "regions", b"regions", "resolved_target", b"resolved_target", "scale", b"scale", "score", b"score", "target", b"target", "verdict", b"verdict", "verdict_message", b"verdict_message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__completeness_error: _TypeAlias = _typing.Literal["completeness_error"]  # noqa: Y015
     _WhichOneofArgType__completeness_error: _TypeAlias = _typing.Literal["_completeness_error", b"_completeness_error"]  # noqa: Y015
@@ -1376,6 +1697,60 @@ class FieldViolation(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FieldViolation: _TypeAlias = FieldViolation  # noqa: Y015
+
+@_typing.final
+class EstimateCostRequest(_message.Message):
+    """A request whose cost to return."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPLAIN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def explain(self) -> Global___ExplainRequest:
+        """The request, as for Explain. Its image is ignored. Required."""
+
+    def __init__(
+        self,
+        *,
+        explain: Global___ExplainRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EstimateCostRequest: _TypeAlias = EstimateCostRequest  # noqa: Y015
+
+@_typing.final
+class EstimateCostResponse(_message.Message):
+    """The cost of a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    EXPLANATIONS_FIELD_NUMBER: _builtins.int
+    MAX_ROWS_FIELD_NUMBER: _builtins.int
+    rows: _builtins.int
+    """Number of rows (copies of the image through the model)."""
+    explanations: _builtins.int
+    """Number of explanations."""
+    max_rows: _builtins.int
+    """Maximum number of rows of a request."""
+    def __init__(
+        self,
+        *,
+        rows: _builtins.int = ...,
+        explanations: _builtins.int = ...,
+        max_rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanations", b"explanations", "max_rows", b"max_rows", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EstimateCostResponse: _TypeAlias = EstimateCostResponse  # noqa: Y015
 
 @_typing.final
 class InspectLayersRequest(_message.Message):

@@ -55,6 +55,11 @@ class ExplainServiceStub(object):
                 request_serializer=camserve_dot_v1_dot_explain__pb2.ExtractFeaturesRequest.SerializeToString,
                 response_deserializer=camserve_dot_v1_dot_explain__pb2.ExtractFeaturesResponse.FromString,
                 _registered_method=True)
+        self.EstimateCost = channel.unary_unary(
+                '/camserve.v1.ExplainService/EstimateCost',
+                request_serializer=camserve_dot_v1_dot_explain__pb2.EstimateCostRequest.SerializeToString,
+                response_deserializer=camserve_dot_v1_dot_explain__pb2.EstimateCostResponse.FromString,
+                _registered_method=True)
 
 
 class ExplainServiceServicer(object):
@@ -111,6 +116,15 @@ class ExplainServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EstimateCost(self, request, context):
+        """Returns the cost of a request without running it. The request needs no image.
+
+        Errors are those of Explain, except for those of the image: a request that is refused here would be refused there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ExplainServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -133,6 +147,11 @@ def add_ExplainServiceServicer_to_server(servicer, server):
                     servicer.ExtractFeatures,
                     request_deserializer=camserve_dot_v1_dot_explain__pb2.ExtractFeaturesRequest.FromString,
                     response_serializer=camserve_dot_v1_dot_explain__pb2.ExtractFeaturesResponse.SerializeToString,
+            ),
+            'EstimateCost': grpc.unary_unary_rpc_method_handler(
+                    servicer.EstimateCost,
+                    request_deserializer=camserve_dot_v1_dot_explain__pb2.EstimateCostRequest.FromString,
+                    response_serializer=camserve_dot_v1_dot_explain__pb2.EstimateCostResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -244,6 +263,33 @@ class ExplainService(object):
             '/camserve.v1.ExplainService/ExtractFeatures',
             camserve_dot_v1_dot_explain__pb2.ExtractFeaturesRequest.SerializeToString,
             camserve_dot_v1_dot_explain__pb2.ExtractFeaturesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EstimateCost(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/camserve.v1.ExplainService/EstimateCost',
+            camserve_dot_v1_dot_explain__pb2.EstimateCostRequest.SerializeToString,
+            camserve_dot_v1_dot_explain__pb2.EstimateCostResponse.FromString,
             options,
             channel_credentials,
             insecure,

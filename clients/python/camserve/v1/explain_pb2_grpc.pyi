@@ -94,6 +94,11 @@ class ExplainServiceStub:
     embedding. INVALID_ARGUMENT: the request asks for neither a picture nor raw maps, or the raw maps are larger than
     32 MiB.
     """
+    EstimateCost: _grpc.UnaryUnaryMultiCallable[_explain_pb2.EstimateCostRequest, _explain_pb2.EstimateCostResponse]
+    """Returns the cost of a request without running it. The request needs no image.
+
+    Errors are those of Explain, except for those of the image: a request that is refused here would be refused there.
+    """
 
 @_typing.type_check_only
 class ExplainServiceAsyncStub(ExplainServiceStub):
@@ -133,6 +138,11 @@ class ExplainServiceAsyncStub(ExplainServiceStub):
     Errors are those of Explain. FAILED_PRECONDITION: the layer has no grid over the image, or the model returns an
     embedding. INVALID_ARGUMENT: the request asks for neither a picture nor raw maps, or the raw maps are larger than
     32 MiB.
+    """
+    EstimateCost: _aio.UnaryUnaryMultiCallable[_explain_pb2.EstimateCostRequest, _explain_pb2.EstimateCostResponse]  # type: ignore[assignment]
+    """Returns the cost of a request without running it. The request needs no image.
+
+    Errors are those of Explain, except for those of the image: a request that is refused here would be refused there.
     """
 
 class ExplainServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -194,6 +204,17 @@ class ExplainServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors are those of Explain. FAILED_PRECONDITION: the layer has no grid over the image, or the model returns an
         embedding. INVALID_ARGUMENT: the request asks for neither a picture nor raw maps, or the raw maps are larger than
         32 MiB.
+        """
+
+    @_abc_1.abstractmethod
+    def EstimateCost(
+        self,
+        request: _explain_pb2.EstimateCostRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_explain_pb2.EstimateCostResponse, _abc.Awaitable[_explain_pb2.EstimateCostResponse]]:
+        """Returns the cost of a request without running it. The request needs no image.
+
+        Errors are those of Explain, except for those of the image: a request that is refused here would be refused there.
         """
 
 def add_ExplainServiceServicer_to_server(servicer: ExplainServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -3,13 +3,21 @@
 from camserve_server.api.codec.evaluate import describe_metric, evaluate_response, read_evaluation, within_explain
 from camserve_server.api.codec.inspection import features_response, inspect_response, read_extraction, read_inspection
 from camserve_server.api.codec.loading import read_loading, read_unloading
-from camserve_server.api.codec.replies import describe_layer, describe_method, describe_model, explain_response, kind_of
+from camserve_server.api.codec.replies import (
+    cost_response,
+    describe_layer,
+    describe_method,
+    describe_model,
+    explain_response,
+    kind_of,
+)
 from camserve_server.api.codec.requests import DEFAULT_METHOD, find_model, read_explanation, read_model
 from camserve_server.api.codec.sizes import check_sizes
 
 __all__ = [
     "DEFAULT_METHOD",
     "check_sizes",
+    "cost_response",
     "describe_layer",
     "describe_method",
     "describe_metric",

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from camserve.v1 import explain_pb2
 from camserve_server.api.codec.checks import check_range
 from camserve_server.api.codec.predictions import contrast_message, explained_message
+from camserve_server.api.codec.rendering import read_format
 from camserve_server.api.codec.replies import photo_message, picture_message, timing_message
-from camserve_server.api.codec.requests import check_layer, find_layer, read_format, read_model
+from camserve_server.api.codec.requests import check_layer, find_layer, read_model
 from camserve_server.api.codec.sizes import check_sizes
 from camserve_server.api.codec.targets import read_target
 from camserve_server.core.errors import FailedPrecondition, InvalidArgument

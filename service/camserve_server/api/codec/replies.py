@@ -2,6 +2,9 @@
 
 from collections.abc import Mapping
 
+import numpy as np
+from numpy.typing import NDArray
+
 from camserve.v1 import explain_pb2, models_pb2
 from camserve_server.api.codec.formats import FORMATS, FUSIONS
 from camserve_server.api.codec.predictions import (
@@ -12,8 +15,9 @@ from camserve_server.api.codec.predictions import (
     target_message,
 )
 from camserve_server.core.arrays import Map
-from camserve_server.imaging.values import Box, Picture
-from camserve_server.jobs import Explanation, rows_of
+from camserve_server.core.limits import Limits
+from camserve_server.imaging.values import Box, Picture, Region, RunLengths
+from camserve_server.jobs import Explanation, Job, rows_of
 from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS, Method, Parameter
 from camserve_server.methods.kinds import formula, summary
@@ -50,10 +54,16 @@ def explain_response(request: ExplainRequest, result: ExplainResult) -> explain_
         photo=photo_message(result.size, prediction.seen),
         timing=timing_message(result.timing),
         receipt=_receipt(result.receipt),
+        class_map=None if result.class_map is None else _class_map(result.class_map),
     )
     while result.explanations:
         response.explanations.append(_explanation(prediction, result.explanations.pop(0), raw=raw))
     return response
+
+
+def cost_response(job: Job, limits: Limits) -> explain_pb2.EstimateCostResponse:
+    """Encode the cost of a job."""
+    return explain_pb2.EstimateCostResponse(rows=job.rows, explanations=job.explanations, max_rows=limits.rows)
 
 
 def photo_message(size: tuple[int, int], seen: Box) -> explain_pb2.Photo:
@@ -104,7 +114,30 @@ def _explanation(prediction: ModelPrediction, explanation: Explanation, *, raw: 
         eigen_smoothing=explanation.call.eigen,
         fusion=_FUSIONS[explanation.fusion],
         resolved_target=target_message(prediction, explanation.target),
+        scale=explanation.scale,
+        regions=map(_region, explanation.regions),
     )
+
+
+def _region(region: Region) -> explain_pb2.Region:
+    return explain_pb2.Region(
+        box=box_message(region.box),
+        area=region.area,
+        contour=region.contour.ravel().tolist(),
+        peak=explain_pb2.Point(x=region.peak[0], y=region.peak[1]),
+        peak_value=region.peak_value,
+        share=region.share,
+        mask=_run_lengths(region.mask) if region.mask else None,
+    )
+
+
+def _run_lengths(mask: RunLengths) -> explain_pb2.RunLengths:
+    return explain_pb2.RunLengths(height=mask.height, width=mask.width, counts=mask.counts)
+
+
+def _class_map(classes: NDArray[np.uint16]) -> explain_pb2.ClassMap:
+    height, width = classes.shape
+    return explain_pb2.ClassMap(height=height, width=width, data=classes.astype("<u2").tobytes())
 
 
 def _heatmap(heatmap: Map) -> explain_pb2.Heatmap:

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from camserve.v1 import explain_pb2
-from camserve_server.api.codec.checks import MAX_SIDE, check_range, find_known, join_names, shorten
-from camserve_server.api.codec.formats import FORMATS, FUSIONS, PROFILES
+from camserve_server.api.codec.checks import check_range, find_known, join_names, shorten
+from camserve_server.api.codec.formats import FUSIONS
+from camserve_server.api.codec.rendering import read_rendering
 from camserve_server.api.codec.sizes import check_sizes
 from camserve_server.api.codec.targets import read_targets
 from camserve_server.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable, did_you_mean
@@ -20,7 +21,6 @@ from camserve_server.serving.requests import ExplainRequest
 
 DEFAULT_METHOD = "gradcam"
 DEFAULT_PREDICTIONS = 5
-MIN_SIDE = 16  # pixels of the longer side of a picture
 REMEMBERED_OPTIONS = 256  # requests whose checked options are kept for the next request with the same
 MAX_REMEMBERED_BYTES = 512  # of the options of such a request
 MAX_REMEMBERED_TARGETS = 8  # of such a request
@@ -82,6 +82,7 @@ def _read_options(request: explain_pb2.ExplainRequest, models: Mapping[str, Know
         layers=_read_layers(request.layers, model),
         targets=read_targets(request, model, limits),
         fusion=_read_fusion(request.fusion),
+        class_map=_read_class_map(model, requested=request.class_map),
     )
     if job.rows > limits.rows:
         raise InvalidArgument(f"the request costs {job.rows} rows, and {limits.rows} is the limit", field="methods")
@@ -92,7 +93,7 @@ def _read_options(request: explain_pb2.ExplainRequest, models: Mapping[str, Know
         )
     predictions = request.max_predictions if request.HasField("max_predictions") else DEFAULT_PREDICTIONS
     check_range(predictions, 0, limits.predictions, "max_predictions")
-    return job, _read_rendering(request.rendering), predictions
+    return job, read_rendering(request.rendering), predictions
 
 
 def find_model(name: str, models: Mapping[str, KnownModel], field: str) -> KnownModel:
@@ -193,6 +194,14 @@ def _read_fusion(value: "explain_pb2.Fusion.ValueType") -> Fusion | None:
     return FUSIONS[value]
 
 
+def _read_class_map(model: ModelInfo, *, requested: bool) -> bool:
+    if requested and model.task != "segment":
+        raise FailedPrecondition(
+            f'{model.name} predicts no class of each pixel: its task is "{model.task}"', field="class_map"
+        )
+    return requested
+
+
 def _read_layers(names: Sequence[str], model: ModelInfo) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise InvalidArgument("a layer is named twice", field="layers")
@@ -233,35 +242,3 @@ def check_layer(name: str, model: ModelInfo, field: str) -> None:
             f'and the default is "{model.default_layer}"',
             field=field,
         )
-
-
-def _read_rendering(message: explain_pb2.Rendering) -> Rendering:
-    alpha = message.alpha if message.HasField("alpha") else 0.5
-    check_range(alpha, 0.0, 1.0, "rendering.alpha")
-    if message.max_side:
-        check_range(message.max_side, MIN_SIDE, MAX_SIDE, "rendering.max_side")
-    check_range(message.quality, 0, 100, "rendering.quality")
-    if message.profile not in PROFILES:
-        raise InvalidArgument(f"unknown profile {message.profile}", field="rendering.profile")
-    return Rendering(
-        overlay=read_format(message.overlay, "rendering.overlay"),
-        heatmap_image=read_format(message.heatmap_image, "rendering.heatmap_image"),
-        heatmap=message.heatmap,
-        colormap=message.colormap or "jet",
-        alpha=alpha,
-        max_side=message.max_side or None,
-        quality=message.quality or 90,
-        profile=PROFILES[message.profile],
-        intensity=message.intensity,
-    )
-
-
-def read_format(value: "explain_pb2.ImageFormat.ValueType", field: str) -> Literal["jpeg", "png", "webp"] | None:
-    """Return the name of a picture's encoding, or None for no picture.
-
-    Raises:
-        InvalidArgument: the encoding is unknown.
-    """
-    if value not in FORMATS:
-        raise InvalidArgument(f"unknown image format {value}", field=field)
-    return FORMATS[value]

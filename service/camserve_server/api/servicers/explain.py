@@ -96,6 +96,16 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
             call.fields = {"model": response.model, "channels": len(response.channels)}
             return response
 
+    async def EstimateCost(  # noqa: N802 -- the RPC's name
+        self, request: explain_pb2.EstimateCostRequest, context: Context
+    ) -> explain_pb2.EstimateCostResponse:
+        """Return the cost of a request to explain an image."""
+        async with rpc_scope(self._state, context, "EstimateCost"):
+            pipeline = self._state.require_open()
+            with codec.within_explain():
+                explain_request = codec.read_explanation(request.explain, pipeline.models, pipeline.limits)
+            return codec.cost_response(explain_request.job, pipeline.limits)
+
 
 async def explain(
     pipeline: Pipeline,
