@@ -88,6 +88,7 @@ class RunningServer:
     def __post_init__(self):
         self.batcher = self.pipeline.batcher
         self.explain = explain_pb2_grpc.ExplainServiceStub(self.channel).Explain
+        self.estimate_cost = explain_pb2_grpc.ExplainServiceStub(self.channel).EstimateCost
         self.stream = explain_pb2_grpc.ExplainServiceStub(self.channel).ExplainStream
         self.models = models_pb2_grpc.ModelServiceStub(self.channel)
         self.health = health_pb2_grpc.HealthStub(self.channel)

@@ -19,7 +19,7 @@ GIB = 2**30
 
 DIVIDED = {"threads", "max_batch_mib", "max_queue_rows", "max_connections", "processes"}
 UNDIVIDED = {
-    "of the whole server": {"address", "models", "device", "isolation", "metrics_address", "traces"},
+    "of the whole server": {"address", "models", "device", "isolation", "metrics_address", "http_address", "traces"},
     "of a batch": {"max_batch_seconds", "max_batch_rows", "max_queue_delay_ms"},
     "of a request or a call": {
         "max_request_rows",
@@ -38,7 +38,16 @@ UNDIVIDED = {
         "connection_age_seconds",
         "connection_grace_seconds",
     },
-    "of access": {"tls_cert", "tls_key", "tls_client_ca", "tokens_file", "insecure", "admin", "model_folder"},
+    "of access": {
+        "tls_cert",
+        "tls_key",
+        "tls_client_ca",
+        "tokens_file",
+        "insecure",
+        "admin",
+        "model_folder",
+        "http_origins",
+    },
     "of stops and logs": {"access_log_share", "drain_seconds", "log_level", "log_format"},
 }
 """Settings that every process gets unchanged, by what they are about."""

@@ -155,6 +155,16 @@ async def test_processes_open_the_port_when_all_are_warm(run, tmp_path):
         assert running.received(0) == running.received(1) == ["open"]
 
 
+async def test_port_is_open_early_at_the_first_start_but_not_of_a_replacement(run):
+    async with run("note(f'early {start[\"early\"]}')\n" + GOOD) as running:
+        await running.until_serving()
+        os.kill(running.pids(0)[0], signal.SIGKILL)
+        await running.until(lambda: running.received(0).count("open") == 2)
+
+        assert running.received(0) == ["early True", "open", "early False", "open"]
+        assert running.received(1) == ["early True", "open"]
+
+
 async def test_each_process_gets_its_share_of_the_settings(run):
     plan = "note(json.dumps([number, start['processes'], start['settings']['max_queue_rows']]))\n" + GOOD
     async with run(plan, processes=3, max_queue_rows=77) as running:
@@ -537,11 +547,11 @@ def test_process_that_cannot_be_started_is_tried_again(run, monkeypatch, caplog)
     async def main():
         start, attempts = server_process.ServerProcess.start, []
 
-        async def refuse_twice(*arguments):
+        async def refuse_twice(*arguments, **options):
             attempts.append(arguments)
             if len(attempts) <= 2:
                 raise BlockingIOError(11, "Resource temporarily unavailable")
-            return await start(*arguments)
+            return await start(*arguments, **options)
 
         monkeypatch.setattr(server_process.ServerProcess, "start", refuse_twice)
         async with run() as running:

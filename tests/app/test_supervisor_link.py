@@ -26,7 +26,7 @@ PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
 class Server:
     """A server process and its control messages."""
 
-    def __init__(self, folder, **flags):
+    def __init__(self, folder, *, early=False, **flags):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -39,7 +39,7 @@ class Server:
         with theirs, self.log.open("w") as log:
             number = theirs.fileno()
             self.process = fork_server.start(PROGRAM, number, cwd=folder, stdout=log, stderr=log, pass_fds=(number,))
-        self.send("start", settings=settings.model_dump(mode="json"), process=1, processes=2)
+        self.send("start", settings=settings.model_dump(mode="json"), process=1, processes=2, early=early)
 
     def send(self, kind, **values):
         self._socket.sendall(control.encode(kind, **values))
@@ -105,12 +105,28 @@ def test_server_opens_its_port_only_when_the_supervisor_lets_it(isolation, start
     assert all("process=1" in entry for entry in entries)
 
 
+def test_server_of_a_first_start_refuses_calls_until_it_is_told_to_accept_them(start):
+    server = start(early=True)
+    server.receive("warm")
+    with camserve.Client(server.address, retries=0) as client:
+        before = client.health()
+        with pytest.raises(camserve.Unavailable, match="the server is starting") as caught:
+            client.explain(PHOTO)
+        server.send("open")
+        server.receive("serving")
+        assert client.health() is camserve.Health.SERVING
+        assert client.explain(PHOTO).explanations
+
+    assert before is camserve.Health.NOT_SERVING
+    assert caught.value.retry_after == 1.0
+
+
 async def test_server_knows_its_number_and_the_number_of_all():
     settings = config.load(environment={})
     link = SimpleNamespace(position="1/2")
 
-    assert app_server._Server.build(settings, link).state.process == "1/2"
-    assert app_server._Server.build(settings, None).state.process == ""
+    assert app_server._Server.build(settings, link, lambda _port: None).state.process == "1/2"
+    assert app_server._Server.build(settings, None, lambda _port: None).state.process == ""
 
 
 def test_server_ignores_the_signals_that_its_supervisor_passes_on(start):

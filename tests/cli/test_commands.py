@@ -65,6 +65,13 @@ def forever():
     return tiny()
 
 
+def busy():
+    matrix = torch.ones(600, 600)
+    (HERE / "loading").touch()
+    while True:
+        torch.linalg.svd(matrix)
+
+
 def broken():
     raise ValueError("one\\ntwo\\nthree")
 
@@ -194,6 +201,27 @@ def test_signal_while_the_models_load_exits_with_0(folder):
     assert "Traceback" not in log
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_while_another_thread_computes_ends_explain_with_its_code(number, folder):
+    """Python's own exit would end that thread inside of torch, which aborts the process."""
+    program = installed(
+        "explain",
+        "photo.png",
+        "--output",
+        "out",
+        "--model",
+        "command_nets:busy?size=32",
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(lambda: (folder / "loading").exists() or program.poll() is not None)
+    program.send_signal(number)
+    _, log = program.communicate()
+
+    assert program.returncode == 128 + number
+    assert log.strip() == ("error: interrupted" if number == signal.SIGINT else "")
+
+
 def stopped_in(module, folder, monkeypatch):
     """Stop a server that imports this text as torch; return the exit code and the log."""
     (folder / "torch.py").write_text(module)
@@ -279,7 +307,7 @@ def test_invalid_setting_exits_with_2_and_one_line(arguments, words):
 
 
 def test_photos_are_explained_without_a_server(folder):
-    arguments = ["explain", "photo.png", "--model", "command_nets:tiny?size=32", "-o", "out"]
+    arguments = ["explain", "photo.png", "--output", "out", "--model", "command_nets:tiny?size=32"]
     result = CliRunner().invoke(commands.program, arguments)
 
     assert result.exit_code == 0, result.stderr
@@ -343,7 +371,7 @@ def test_server_without_access_control_is_not_started(folder):
 def test_explain_without_a_server_ignores_access_settings(folder, monkeypatch):
     for name in ("TLS_CERT", "TLS_KEY", "TOKENS_FILE", "TOKEN", "CA"):
         monkeypatch.setenv(f"CAMSERVE_{name}", "gone")
-    arguments = ["explain", "photo.png", "--model", "command_nets:tiny?size=32", "-o", "out"]
+    arguments = ["explain", "photo.png", "--output", "out", "--model", "command_nets:tiny?size=32"]
     result = CliRunner().invoke(commands.program, arguments)
 
     assert result.exit_code == 0, result.stderr

@@ -94,13 +94,15 @@ def test_every_setting_can_be_in_the_environment_and_in_the_file(name, toml):
         "insecure": True,
         "admin": True,
         "metrics_address": "127.0.0.1:7",
+        "http_address": "127.0.0.1:8",
+        "http_origins": "https://camserve.example.com",
         "traces": True,
         "access_log_share": 0.5,
     }.get(name, 7)
     from_environment = config.load(environment={f"CAMSERVE_{name.upper()}": str(value)})
     written = config.load(toml(f"{name} = {json.dumps(value)}"), environment={})
 
-    assert getattr(from_environment, name) == ((value,) if name == "models" else value)
+    assert getattr(from_environment, name) == ((value,) if name in ("models", "http_origins") else value)
     assert written == from_environment != config.Settings()
 
 

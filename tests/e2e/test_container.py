@@ -136,7 +136,16 @@ def test_compose_memory_limit_covers_the_measured_need(service):
 
 @pytest.mark.parametrize("name", ["camserve", "gpu", "balancer"])
 def test_compose_publishes_the_port_on_loopback_only(name):
-    assert COMPOSE["services"][name]["ports"] == [f"127.0.0.1:${{CAMSERVE_PORT:-50051}}:{last('EXPOSE')}"]
+    grpc, *http = COMPOSE["services"][name]["ports"]
+
+    assert grpc == f"127.0.0.1:${{CAMSERVE_PORT:-50051}}:{last('EXPOSE')}"
+    assert http == ([] if name == "balancer" else ["127.0.0.1:${CAMSERVE_HTTP_PORT:-8080}:8080"])
+
+
+@services
+def test_compose_serves_http_on_the_port_that_it_publishes(service):
+    assert service["environment"]["CAMSERVE_HTTP_ADDRESS"] == "${CAMSERVE_HTTP_ADDRESS-0.0.0.0:8080}"
+    assert "EXPOSE 8080\n" in (ROOT / "service/Dockerfile").read_text("utf-8")
 
 
 def test_compose_balancer_calls_replicas_that_have_no_port_of_their_own():
@@ -171,7 +180,7 @@ def test_compose_keeps_the_health_check_of_the_image(service):
 @services
 def test_compose_sets_only_existing_settings(service):
     known = {config.ENVIRONMENT + name.upper() for name in (*config.Settings.model_fields, *cli.ACCESS_OPTIONS)}
-    own = ("CAMSERVE_INSECURE", "CAMSERVE_METRICS_ADDRESS", "CAMSERVE_DEVICE")
+    own = ("CAMSERVE_INSECURE", "CAMSERVE_METRICS_ADDRESS", "CAMSERVE_HTTP_ADDRESS", "CAMSERVE_DEVICE")
     passed = {name: value for name, value in service["environment"].items() if name not in own}
 
     assert {name for name in service["environment"] if not name.startswith("OTEL_")} <= known

@@ -719,7 +719,7 @@ def test_invalid_line_is_reported_by_number_without_its_content(tmp_path):
         path = tmp_path / "tokens"
         path.write_bytes(content) if content else path.unlink()
         with pytest.raises(ConfigError, match=message):
-            auth.AuthInterceptor(str(path), None)
+            auth.Authorizer(str(path))
 
 
 def test_token_that_is_not_utf_8_is_refused():

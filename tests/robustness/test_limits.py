@@ -11,6 +11,7 @@ from camserve.v1 import explain_pb2, models_pb2
 from camserve_server import scheduling
 from camserve_server.api import connection_limits, deserialization, health
 from camserve_server.api.codec.checks import MAX_SIDE
+from camserve_server.api.http import forms
 from camserve_server.api.rpc import MAX_ID_LENGTH
 from camserve_server.core.config import Settings
 from camserve_server.core.limits import Limits
@@ -23,6 +24,7 @@ from support import serving
 SECURITY = (Path(__file__).parents[2] / "SECURITY.md").read_text()
 SETTINGS, LIMITS = Settings(), Limits()
 INVALID, GRPC = "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED, by gRPC itself"
+TOO_LARGE = "RESOURCE_EXHAUSTED, with HTTP status 413"
 NO_LIMITS = {
     "max_batch_rows": "a tuning setting, independent of the caller",
     "max_batch_mib": "a tuning setting, independent of the caller",
@@ -50,6 +52,8 @@ def server_limits():
         ("metadata of a call", f"{SETTINGS.max_metadata_kib} KiB", "max_metadata_kib", GRPC),
         ("message, as received", f"{SETTINGS.max_message_mib} MiB", "max_message_mib", GRPC),
         ("message, unpacked", f"{SETTINGS.max_message_mib} MiB", "max_message_mib", "RESOURCE_EXHAUSTED"),
+        ("message in JSON", f"{forms.JSON_GROWTH * SETTINGS.max_message_mib:.1f} MiB", "max_message_mib", TOO_LARGE),
+        ("headers of an HTTP request", f"{SETTINGS.max_metadata_kib} KiB", "max_metadata_kib", "HTTP status 431"),
         ("fields of a message", f"{deserialization.MAX_FIELDS:,}", "", INVALID),
         ("memory of a message", mib(deserialization.MEMORY_FACTOR * SETTINGS.max_message_mib * 2**20), "", INVALID),
         ("memory of all messages", mib(deserialization.MESSAGE_MEMORY), "", "the others wait"),

@@ -88,10 +88,35 @@ def _warn_of_open_key(path: str) -> None:
         pass  # the error is raised when the file is read
 
 
+def https_context(settings: Settings) -> ssl.SSLContext:
+    """Return the TLS context of an HTTP server. Each handshake uses the current contents of the files.
+
+    Call it after `credentials`, which checks that the settings fit together.
+
+    Raises:
+        ConfigError: a file is missing, or the files are not a certificate and its key.
+    """
+    paths = [path for path in (settings.tls_cert, settings.tls_key, settings.tls_client_ca) if path]
+    current = reloading_file.ReloadingFile("certificates of HTTP", paths, functools.partial(_context, paths))
+    context = current.current()
+
+    def use_current(handshake: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _context: ssl.SSLContext) -> None:
+        handshake.context = current.current()
+
+    context.sni_callback = use_current  # called for every handshake, also for one without a server name
+    return context
+
+
 def _certificates(paths: Sequence[str], contents: reloading_file.Contents) -> grpc.ServerCertificateConfiguration:
     """Check that the files fit together, for which gRPC has no clear errors, and return the configuration."""
+    _context(paths, contents)
     cert, key, *authority = contents
+    return grpc.ssl_server_certificate_configuration([(key, cert)], *authority)
+
+
+def _context(paths: Sequence[str], contents: reloading_file.Contents) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
         # With no password given, OpenSSL would prompt for one on the terminal.
         context.load_cert_chain(paths[0], paths[1], password="")
@@ -100,30 +125,65 @@ def _certificates(paths: Sequence[str], contents: reloading_file.Contents) -> gr
         message = f"{paths[0]} and {paths[1]} are not a certificate and its unencrypted key in PEM: {reason}"
         raise ConfigError(message) from error
     try:
-        for certificate in authority:
+        for certificate in contents[2:]:
             context.load_verify_locations(cadata=certificate.decode("ascii"))
+            context.verify_mode = ssl.CERT_REQUIRED
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError(f"{paths[2]} contains no certificate in PEM") from error
     if reloading_file.read(paths) != contents:
         raise ConfigError("the files changed while they were read")
-    return grpc.ssl_server_certificate_configuration([(key, cert)], *authority)
+    return context
+
+
+class Authorizer:
+    """Check of the tokens of calls.
+
+    Args:
+        path: path of the file of tokens; changes take effect within a second.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = tokens.file(path)
+        self._tokens, self._checked_at = self._file.current(), -RECHECK_INTERVAL
+
+    def authorize(self, method: str, authorizations: list[Any]) -> Token:
+        """Return the token of a call.
+
+        Args:
+            method: full name of the RPC, such as "/camserve.v1.ExplainService/Explain".
+            authorizations: all values of the call's `authorization`.
+
+        Raises:
+            Unauthenticated: the call does not have exactly one valid token.
+            PermissionDenied: the token lacks the role for this RPC.
+        """
+        token = tokens.authenticate(self._current_tokens(), authorizations)
+        role = REQUIRED_ROLES.get(method, "admin")
+        if role not in token.roles:
+            roles = ", ".join(sorted(token.roles))
+            raise PermissionDenied(f"this RPC requires a token with the role {role}; your token has {roles}")
+        return token
+
+    def _current_tokens(self) -> Tokens:
+        now = asyncio.get_running_loop().time()
+        if now - self._checked_at >= RECHECK_INTERVAL:
+            self._checked_at, self._tokens = now, self._file.current()
+        return self._tokens
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Interceptor that refuses calls without a token that has the required role.
 
     Args:
-        path: path of the file of tokens; changes take effect within a second.
+        authorizer: authorizer of calls.
         state: state of the server, which counts refused calls too.
-
-    Raises:
-        ConfigError: the file cannot be read.
     """
 
-    def __init__(self, path: str, state: ServerState) -> None:
-        self._file = tokens.file(path)
-        self._state = state
-        self._tokens, self._checked_at = self._file.current(), -RECHECK_INTERVAL
+    def __init__(self, authorizer: Authorizer, state: ServerState) -> None:
+        self._authorizer, self._state = authorizer, state
 
     async def intercept_service(
         self,
@@ -152,19 +212,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(answer, *serializers)
 
     def _authorize(self, method: str, metadata: Any) -> Token:
-        authorizations = [value for key, value in metadata or () if key == "authorization"]
-        token = tokens.authenticate(self._current_tokens(), authorizations)
-        role = REQUIRED_ROLES.get(method, "admin")
-        if role not in token.roles:
-            roles = ", ".join(sorted(token.roles))
-            raise PermissionDenied(f"this RPC requires a token with the role {role}; your token has {roles}")
-        return token
-
-    def _current_tokens(self) -> Tokens:
-        now = asyncio.get_running_loop().time()
-        if now - self._checked_at >= RECHECK_INTERVAL:
-            self._checked_at, self._tokens = now, self._file.current()
-        return self._tokens
+        return self._authorizer.authorize(method, [value for key, value in metadata or () if key == "authorization"])
 
 
 def _refusal(state: ServerState, method: str, error: ServiceError) -> Handler:

@@ -1,4 +1,4 @@
-"""Interceptor that parses messages as far as memory allows. Large messages are parsed outside the event loop.
+"""Parsing of messages as far as memory allows, over gRPC and HTTP. Large messages are parsed outside the event loop.
 
 A message that cannot be parsed is refused with an error of the server; gRPC's own names the Python class that failed.
 """
@@ -7,8 +7,9 @@ import inspect
 import math
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, Self, TypeAlias, cast
 
 import grpc
 from google.protobuf import descriptor_pool
@@ -38,23 +39,52 @@ MESSAGE_MEMORY = 64 * 2**20  # bytes of all unanswered messages, of all processe
 MEMORY_FACTOR = 4  # memory of one parsed message, as a multiple of the largest message that may be sent
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Form in which messages of a type are sent: protobuf's own, or JSON.
+
+    Attributes:
+        shape: shape of the message's type.
+        parse: function that parses a decompressed message.
+        count: function that returns the memory of a message, or None if it has too many fields; see `footprint`.
+        inline_fields: fields of a message that is parsed on the event loop.
+        growth: length of a message in this form, as a multiple of the serialized message.
+    """
+
+    shape: Shape
+    parse: Parse
+    count: Callable[[bytes, Shape, int], int | None] = footprint
+    inline_fields: int = INLINE_FIELDS
+    growth: float = 1.0
+
+
 class DeserializationInterceptor(Interceptor):
     """Interceptor that parses the messages of every RPC, including health checks and reflection.
 
     Args:
-        settings: settings of the server.
         state: state of the server, which counts refused calls too.
+        limits: limits on messages.
     """
 
-    def __init__(self, settings: Settings, state: ServerState) -> None:
+    def __init__(self, state: ServerState, limits: "MessageLimits") -> None:
         super().__init__()
-        self._state = state
-        self._parser = MessageParser(settings.max_message_mib * 2**20, MESSAGE_MEMORY // settings.sharing)
-        self._limiters = ReceiveLimiter(MAX_RECEIVING), ReceiveLimiter(MAX_RECEIVING)
+        self._state, self._limits = state, limits
 
     def wrap(self, method: str, handler: Any) -> Handler:
-        """Return a handler that receives bytes, and passes the parsed messages to the RPC's own handler."""
-        return _Deserialization(self._state, *self._limiters, self._parser, method, handler).handler()
+        """Return a handler that receives bytes, and passes the parsed messages to the RPC's own handler.
+
+        The handler of a call with one request is registered as a stream, too: gRPC receives the messages of a stream
+        only when the handler reads them, and it would receive the message of any other call at once.
+        """
+        deserialization = Deserialization(self._state, self._limits, method, handler.request_deserializer)
+        serializers = (None, handler.response_serializer)  # without a deserializer, gRPC passes bytes
+        if handler.unary_unary:
+            return grpc.stream_unary_rpc_method_handler(deserialization.unary(handler.unary_unary), *serializers)
+        if handler.unary_stream:
+            return grpc.stream_stream_rpc_method_handler(deserialization.unary(handler.unary_stream), *serializers)
+        is_generator = inspect.isasyncgenfunction(handler.stream_stream)
+        wrap = deserialization.generator_stream if is_generator else deserialization.writing_stream
+        return grpc.stream_stream_rpc_method_handler(wrap(handler.stream_stream), *serializers)
 
 
 class MessageParser:
@@ -72,13 +102,12 @@ class MessageParser:
         self._memory = Admission(max(memory, caller_memory + 2 * largest), largest, line=math.inf, most=caller_memory)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
-    async def parse(self, data: bytes, shape: Shape, parse: Parse, caller: str) -> tuple[Any, Release]:
+    async def parse(self, data: bytes, form: Form, caller: str) -> tuple[Any, Release]:
         """Parse a message when there is memory for it; return it and the function that releases the memory.
 
         Args:
-            data: the serialized message, which may be compressed.
-            shape: shape of the message's type.
-            parse: function that parses the decompressed message.
+            data: the message, which may be compressed.
+            form: form of the message.
             caller: the caller that sent the message.
 
         Raises:
@@ -86,87 +115,91 @@ class MessageParser:
             ResourceExhausted: the message is too large once it is decompressed.
             DecodeError: the data is not a message of this type.
         """
-        size = self._inline_size(data, shape)
+        size = self._inline_size(data, form)
         inline = size is not None
         if size is None:
-            size = await in_thread(self._thread, self._size, data, shape)
+            size = await in_thread(self._thread, self._size, data, form)
         if size > MEMORY_FACTOR * self._largest:
             message = f"the message takes {size:,} bytes of memory, and {MEMORY_FACTOR * self._largest:,} is the limit"
             raise InvalidArgument(message)
         release = await self._memory.hold(size, caller=caller, wait=True)
         try:
             if inline:
-                return parse(data), release
+                return form.parse(data), release
             # Decompressed a second time: while it waits for memory, a decompressed message would already take it.
-            return await in_thread(self._thread, lambda: parse(self._decompress(data))), release
+            return await in_thread(self._thread, lambda: form.parse(self._decompress(data, form))), release
         except BaseException:
             release()
             raise
 
-    def _inline_size(self, data: bytes, shape: Shape) -> int | None:
+    def _inline_size(self, data: bytes, form: Form) -> int | None:
         """Return the memory of a message in bytes, or None if it takes the event loop too long to count or parse it."""
         if len(data) > INLINE_BYTES or is_compressed(data):
             return None
-        return footprint(data, shape, INLINE_FIELDS)
+        return form.count(data, form.shape, form.inline_fields)
 
-    def _size(self, data: bytes, shape: Shape) -> int:
-        size = footprint(self._decompress(data), shape, MAX_FIELDS)
+    def _size(self, data: bytes, form: Form) -> int:
+        size = form.count(self._decompress(data, form), form.shape, MAX_FIELDS)
         if size is None:
             raise InvalidArgument(f"the message has more than {MAX_FIELDS:,} fields, which is the limit")
         return size
 
-    def _decompress(self, data: bytes) -> bytes:
-        return decompress(data, self._largest) if is_compressed(data) else data
+    def _decompress(self, data: bytes, form: Form) -> bytes:
+        return decompress(data, int(form.growth * self._largest)) if is_compressed(data) else data
 
 
-class _Deserialization:
+@dataclass(frozen=True, slots=True)
+class MessageLimits:
+    """Limits on the messages that a server receives over all its protocols.
+
+    Attributes:
+        parser: parser of the messages, with the limit on their memory.
+        calls: limit on messages of calls that are received at the same time.
+        streams: limit on messages of streams that are received at the same time.
+    """
+
+    parser: MessageParser
+    calls: ReceiveLimiter
+    streams: ReceiveLimiter
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """Return the limits of these settings."""
+        parser = MessageParser(settings.max_message_mib * 2**20, MESSAGE_MEMORY // settings.sharing)
+        return cls(parser, ReceiveLimiter(MAX_RECEIVING), ReceiveLimiter(MAX_RECEIVING))
+
+
+class Deserialization:
     """Deserialization of the messages of one RPC.
 
     Args:
         state: state of the server.
-        call_limiter: limit on messages of calls that are received at the same time.
-        stream_limiter: limit on messages of streams that are received at the same time.
-        parser: parser of the messages.
+        limits: limits on messages.
         method: full name of the RPC.
-        handler: the RPC's own handler.
+        parse: function that parses a message.
+        form: function that returns the form of the messages, from the shape of their type and `parse`.
     """
 
     def __init__(
         self,
         state: ServerState,
-        call_limiter: ReceiveLimiter,
-        stream_limiter: ReceiveLimiter,
-        parser: MessageParser,
+        limits: MessageLimits,
         method: str,
-        handler: Any,
+        parse: Parse,
+        form: Callable[[Shape, Parse], Form] = Form,
     ) -> None:
-        self._state, self._parser, self._handler = state, parser, handler
-        self._call_limiter, self._stream_limiter = call_limiter, stream_limiter
+        self._state, self._limits = state, limits
         rpc = descriptor_pool.Default().FindMethodByName(oip.own_name(method.strip("/").replace("/", ".")))
         self._rpc, self._refusal = rpc.name, f"the message is not a {oip.known_as(rpc.input_type.full_name)}"
-        self._shape = shape_of(rpc.input_type)
-
-    def handler(self) -> Handler:
-        """Return a handler without a deserializer, so that gRPC passes bytes.
-
-        The handler of a call with one request is registered as a stream, too: gRPC receives the messages of a stream
-        only when the handler reads them, and it would receive the message of any other call at once.
-        """
-        own, serializers = self._handler, (None, self._handler.response_serializer)
-        if own.unary_unary:
-            return grpc.stream_unary_rpc_method_handler(self._unary(own.unary_unary), *serializers)
-        if own.unary_stream:
-            return grpc.stream_stream_rpc_method_handler(self._unary(own.unary_stream), *serializers)
-        wrap = self._generator_stream if inspect.isasyncgenfunction(own.stream_stream) else self._writing_stream
-        return grpc.stream_stream_rpc_method_handler(wrap(own.stream_stream), *serializers)
+        self._form = form(shape_of(rpc.input_type), parse)
 
     async def _parse(self, data: bytes, caller: str) -> tuple[Any, Release]:
         try:
-            return await self._parser.parse(data, self._shape, self._handler.request_deserializer, caller)
+            return await self._limits.parser.parse(data, self._form, caller)
         except DecodeError:
             raise InvalidArgument(self._refusal) from None
 
-    def _unary(self, behaviour: Behaviour) -> Behaviour:
+    def unary(self, behaviour: Behaviour) -> Behaviour:
         """Wrap a handler that takes one message."""
 
         async def answer(requests: AsyncIterator[bytes], context: Context) -> Any:
@@ -188,7 +221,7 @@ class _Deserialization:
         """Return the only message of a call and the function that releases its memory, or abort the call."""
         caller = caller_of(context)
         try:
-            async with self._call_limiter.slot(caller, context.peer()) as slot:
+            async with self._limits.calls.slot(caller, context.peer()) as slot:
                 data = [await receive_first(_messages(requests, context), self._state.idle)]
                 slot.received = True
                 return await self._parse(data.pop(), caller)
@@ -197,7 +230,7 @@ class _Deserialization:
         async with rpc_scope(self._state, context, self._rpc):
             raise refusal
 
-    def _writing_stream(self, behaviour: Behaviour) -> Behaviour:
+    def writing_stream(self, behaviour: Behaviour) -> Behaviour:
         """Wrap a handler that reads `Received` messages, releases each of them, and handles errors itself."""
 
         async def answer(requests: AsyncIterator[bytes], context: Context) -> None:
@@ -205,7 +238,7 @@ class _Deserialization:
             try:
                 await behaviour(self._receive_all(_messages(requests, context), context, held), context)
             except grpc.aio.AbortError as error:
-                raise error.with_traceback(None) from None  # as in `_unary`
+                raise error.with_traceback(None) from None  # as in `unary`
             finally:  # some messages may have been read and never answered
                 for release in held:
                     release()
@@ -223,7 +256,7 @@ class _Deserialization:
     ) -> Received[Any] | None:
         """Return the next message of a stream, or None at its end; add the function that releases it to `held`."""
         caller = caller_of(context)
-        async with self._stream_limiter.slot(caller, context.peer()) as slot:
+        async with self._limits.streams.slot(caller, context.peer()) as slot:
             data = [await anext(requests, None)]
             slot.received = True
             if data[0] is None:
@@ -232,7 +265,7 @@ class _Deserialization:
             held.add(release)
             return Received(message, partial(_release_once, held, release))
 
-    def _generator_stream(self, behaviour: Behaviour) -> Behaviour:
+    def generator_stream(self, behaviour: Behaviour) -> Behaviour:
         """Wrap a handler that is an asynchronous generator over plain messages."""
 
         async def answer(requests: AsyncIterator[bytes], context: Context) -> None:

@@ -17,7 +17,7 @@ def check(settings: Settings) -> None:
         ConfigError: the address can be reached from other machines, without TLS or without authentication.
     """
     secure = settings.tls_cert and (settings.tokens_file or settings.tls_client_ca)
-    for address in filter(None, (settings.address, settings.metrics_address)):
+    for address in filter(None, (settings.address, settings.metrics_address, settings.http_address)):
         if not (secure or is_local(address)):
             _check_insecure(settings, address)
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from typing import Self
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -10,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from camserve.v1 import evaluate_pb2, evaluate_pb2_grpc, explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
 from camserve_server.api import auth, connection_limits, oip, reflection
-from camserve_server.api.deserialization import DeserializationInterceptor
+from camserve_server.api.deserialization import DeserializationInterceptor, MessageLimits
 from camserve_server.api.health import HealthServicer
 from camserve_server.api.rpc import ServerState
 from camserve_server.api.servicers import EvaluateServicer, ExplainServicer, ModelServicer
@@ -151,11 +152,37 @@ async def _wait_until_quiet(state: ServerState, seconds: float) -> None:
         quiet = quiet + 1 if state.arrived == arrived else 0
 
 
-def build(
-    settings: Settings, state: ServerState, health_servicer: HealthServicer, inference: oip.InferenceServicer
-) -> grpc.aio.Server:
+@dataclass(frozen=True, slots=True)
+class Border:
+    """Parts of a server that its protocols share.
+
+    Attributes:
+        settings: settings of the server.
+        state: state of the server.
+        authorizer: authorizer of calls; None if they need no token.
+        limits: limits on messages.
+    """
+
+    settings: Settings
+    state: ServerState
+    authorizer: auth.Authorizer | None
+    limits: MessageLimits
+
+    @classmethod
+    def of(cls, settings: Settings, state: ServerState) -> Self:
+        """Return the parts that these settings mean.
+
+        Raises:
+            ConfigError: the file of tokens cannot be read.
+        """
+        authorizer = auth.Authorizer(settings.tokens_file) if settings.tokens_file else None
+        return cls(settings, state, authorizer, MessageLimits.of(settings))
+
+
+def build(border: Border, health_servicer: HealthServicer, inference: oip.InferenceServicer) -> grpc.aio.Server:
     """Return a gRPC server with every service and the limits of the settings. It does not listen yet."""
-    server = grpc.aio.server(interceptors=_interceptors(settings, state), options=_options(settings))
+    settings, state = border.settings, border.state
+    server = grpc.aio.server(interceptors=_interceptors(border), options=_options(settings))
     # grpc.aio awaits calls of each registered method separately, and restarts all of these waits after each call. That
     # was an eighth of the event loop's time for a request. It awaits calls of unregistered methods in one task.
     server.add_registered_method_handlers = lambda *_: None  # type: ignore[method-assign]
@@ -171,11 +198,11 @@ def build(
     return server
 
 
-def _interceptors(settings: Settings, state: ServerState) -> tuple[grpc.aio.ServerInterceptor, ...]:
+def _interceptors(border: Border) -> tuple[grpc.aio.ServerInterceptor, ...]:
     """Return the interceptors; with a file of tokens, each call is authenticated before a message is parsed."""
-    deserialization = DeserializationInterceptor(settings, state)
-    if settings.tokens_file:
-        return auth.AuthInterceptor(settings.tokens_file, state), deserialization
+    deserialization = DeserializationInterceptor(border.state, border.limits)
+    if border.authorizer:
+        return auth.AuthInterceptor(border.authorizer, border.state), deserialization
     return (deserialization,)
 
 

@@ -1,4 +1,4 @@
-"""Reservation of a port for several processes of one server, against every other server.
+"""Ports: sockets that listen, and the reservation of a port for several processes of one server.
 
 The processes bind the same port with SO_REUSEPORT, and the kernel distributes connections among those that listen. The
 supervisor holds a socket on the port that never listens, so that no connection arrives there. It keeps the port taken
@@ -7,10 +7,15 @@ while the processes start, and when they all have ended.
 
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TypeAlias
 
 from camserve_server.core.errors import ConfigError
+
+Bind: TypeAlias = Callable[[socket.AddressFamily, str, int], socket.socket]
+"""Function that returns a socket that is bound to a port of an address; port 0 picks a free one."""
 
 
 @contextmanager
@@ -29,29 +34,63 @@ def reserve(address: str) -> Iterator[str]:
     host, _, port = address.rpartition(":")
     with ExitStack() as held:
         try:
-            number = _reserve_all(host.strip("[]"), int(port), held)
+            number = _bind_all(host.strip("[]"), int(port), held, _reserve)[0].getsockname()[1]
         except OSError as error:
             raise ConfigError(f"cannot listen on {address}: is the port taken, or the host unknown?") from error
         yield f"{host}:{number}"
 
 
-def _reserve_all(host: str, port: int, held: ExitStack) -> int:
-    """Reserve a port on every address of a host that this machine has; return the port.
+def listen(address: str, *, shared: bool) -> list[socket.socket]:
+    """Return sockets that are bound to an address, one for each address of its host that this machine has.
+
+    Args:
+        address: host and port; port 0 picks a free one.
+        shared: True if other processes of this server bind the same port.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    host, _, port = address.rpartition(":")
+    with ExitStack() as held:
+        try:
+            bound = _bind_all(host.strip("[]"), int(port), held, partial(_bound, shared=shared))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {address}: is the port taken, or the host unknown?") from error
+        held.pop_all()
+    return bound
+
+
+def _bound(family: socket.AddressFamily, ip: str, port: int, *, shared: bool) -> socket.socket:
+    bound = _socket(family)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
+        bound.bind((ip, port))
+        bound.listen()  # otherwise another server could bind the port too
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _bind_all(host: str, port: int, held: ExitStack, bind: Bind) -> list[socket.socket]:
+    """Bind the same port on every address of a host that this machine has; return the sockets.
 
     Raises:
         OSError: the port is taken, or the host has no address here.
     """
-    addresses, missing = _addresses(host), []
-    for family, ip in addresses:
+    bound, missing = list[socket.socket](), None
+    for family, ip in _addresses(host):
         try:
-            port = held.enter_context(_reserve(family, ip, port)).getsockname()[1]
+            bound.append(held.enter_context(bind(family, ip, port)))
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            missing.append(error)  # localhost may name ::1 where IPv6 is off; gRPC leaves that address out, too
-    if len(missing) == len(addresses):
-        raise missing[0]
-    return port
+            missing = error  # localhost may name ::1 where IPv6 is off; gRPC leaves that address out, too
+        else:
+            port = bound[-1].getsockname()[1]
+    if missing and not bound:
+        raise missing
+    return bound
 
 
 def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:

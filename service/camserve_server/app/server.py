@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from torch import nn
 
 from camserve_server.api import auth, exposure, grpc_server, oip, warmup
 from camserve_server.api.health import HealthServicer
 from camserve_server.api.rpc import RPC_NAMES, ServerState
-from camserve_server.app import metrics_endpoint
+from camserve_server.app import metrics_endpoint, reserved_port
 from camserve_server.app.supervisor_link import SupervisorLink
 from camserve_server.core import logs, process
 from camserve_server.core.config import Settings
@@ -36,6 +36,9 @@ from camserve_server.serving.pool_health import HealthListener
 from camserve_server.serving.repository import ModelRepository
 from camserve_server.serving.worker_pool import WorkerPool
 from camserve_server.telemetry import ServerSnapshot, TelemetrySink
+
+if TYPE_CHECKING:
+    from camserve_server.api.http.server import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +140,9 @@ def specs_of(models: Mapping[str, str | nn.Module | Source]) -> dict[str, ModelS
 Ready: TypeAlias = Callable[[int, Pipeline], None]
 """Called with the port and the pipeline once the models are warm."""
 
+HttpReady: TypeAlias = Callable[[int], None]
+"""Called with the port of HTTP once it is open."""
+
 
 async def serve(
     settings: Settings,
@@ -144,11 +150,12 @@ async def serve(
     ready: Ready = lambda _port, _pipeline: None,
     specs: Mapping[str, ModelSpec] | None = None,
     link: SupervisorLink | None = None,
+    http_ready: HttpReady = lambda _port: None,
 ) -> None:
     """Serve until `stop` is set.
 
-    The port is open from the start, NOT_SERVING until the models are warm. A process among several opens it when they
-    are: the kernel gives it connections as soon as it listens. On a stop, accepted calls are finished first.
+    The ports are open from the start. A process that replaces one of several opens them when its models are warm: the
+    kernel gives it connections as soon as it listens. On a stop, accepted calls are finished first.
 
     Args:
         settings: settings of the server.
@@ -156,28 +163,27 @@ async def serve(
         ready: callback for when the models are warm.
         specs: models by name, instead of those in the settings.
         link: link to the supervisor of several processes; None for a single process.
+        http_ready: callback for when the port of HTTP is open.
 
     Raises:
-        ConfigError: the address or a file cannot be used, or no model can be loaded.
+        ConfigError: an address or a file cannot be used, or no model can be loaded.
     """
-    server, publish = _Server.build(settings, link), link.publish if link else None
-    state, health = server.state, server.health
-    with metrics_endpoint.open_telemetry(settings, lambda: _metrics_state(state, health), publish) as state.telemetry:
-        port = 0 if link else await server.open_port(settings.address)
+    server = _Server.build(settings, link, http_ready)
+    with _telemetry(server, settings, link):
         try:
-            async with open_pipeline(settings, health.set_healthy, state.telemetry, specs) as pipeline:
+            port = await server.open_ports(settings) if link is None or link.early else 0
+            async with open_pipeline(settings, server.health.set_healthy, server.state.telemetry, specs) as pipeline:
                 await warmup.warm_up(pipeline)
                 if link:
                     await link.open_with_others(pipeline.repository)
-                state.pipeline = pipeline
-                health.set_warm(warm=True)
-                port = port or await server.open_port(settings.address)
+                server.set_warm(pipeline)
+                port = port or await server.open_ports(settings)
                 log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))
                 ready(port, pipeline)
                 await stop.requested.wait()
                 await server.drain(settings.drain_seconds, stop)
         finally:
-            await server.grpc.stop(None)
+            await server.stop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,15 +195,19 @@ class _Server:
         state: state that its RPCs share.
         health: its health.
         credentials: credentials for TLS, or None.
+        http: the HTTP server, or None.
+        http_ready: callback for when the port of HTTP is open.
     """
 
     grpc: Any
     state: ServerState
     health: grpc_server.Health
     credentials: Any
+    http: "HttpServer | None"
+    http_ready: HttpReady
 
     @classmethod
-    def build(cls, settings: Settings, link: SupervisorLink | None) -> Self:
+    def build(cls, settings: Settings, link: SupervisorLink | None, http_ready: HttpReady) -> Self:
         """Build a server that does not listen yet; see `serve`."""
         position = link.position if link else ""
         names = {**RPC_NAMES, **oip.NAMES}
@@ -215,23 +225,56 @@ class _Server:
         checks = HealthServicer()
         health = grpc_server.Health(checks)
         inference = oip.InferenceServicer(state, lambda: health.serving, settings.max_queue_delay_ms)
-        return cls(grpc_server.build(settings, state, checks, inference), state, health, credentials)
+        border = grpc_server.Border.of(settings, state)
+        http = _http_server(border, health) if settings.http_address else None
+        return cls(grpc_server.build(border, checks, inference), state, health, credentials, http, http_ready)
+
+    def set_warm(self, pipeline: Pipeline) -> None:
+        """Accept requests for a pipeline."""
+        self.state.pipeline = pipeline
+        self.health.set_warm(warm=True)
 
     async def drain(self, seconds: float, stop: grpc_server.Stop) -> None:
         """Turn the health to NOT_SERVING, and drain; see `grpc_server.drain`."""
         self.health.set_warm(warm=False)
         await grpc_server.drain(self.grpc, self.state, seconds, stop)
+        if self.http:
+            await self.http.stop(0 if stop.stop_now.is_set() else grpc_server.QUIET_TIMEOUT)
 
-    async def open_port(self, address: str) -> int:
-        """Listen on an address and answer health checks; return the port.
+    async def stop(self) -> None:
+        """Close the ports and all connections, at once."""
+        await self.grpc.stop(None)
+        if self.http:
+            await self.http.stop(0)
+
+    async def open_ports(self, settings: Settings) -> int:
+        """Listen on the addresses and answer health checks; return the port of gRPC.
 
         Raises:
-            ConfigError: the server cannot listen on the address.
+            ConfigError: the server cannot listen on an address.
         """
-        port = grpc_server.listen(self.grpc, address, self.credentials)
+        port = grpc_server.listen(self.grpc, settings.address, self.credentials)
         self.health.set_live()
         await self.grpc.start()
+        if self.http:
+            sockets = reserved_port.listen(settings.http_address, shared=settings.sharing > 1)
+            await self.http.start(sockets)
+            self.http_ready(sockets[0].getsockname()[1])
         return port
+
+
+def _http_server(border: grpc_server.Border, health: grpc_server.Health) -> "HttpServer":
+    from camserve_server.api.http.server import HttpServer  # noqa: PLC0415 -- only if HTTP is enabled
+
+    return HttpServer(border, health)
+
+
+@contextmanager
+def _telemetry(server: _Server, settings: Settings, link: SupervisorLink | None) -> Iterator[None]:
+    """Serve metrics and export traces inside the block, if they are enabled."""
+    publish, state, health = link.publish if link else None, server.state, server.health
+    with metrics_endpoint.open_telemetry(settings, lambda: _metrics_state(state, health), publish) as state.telemetry:
+        yield
 
 
 def _metrics_state(state: ServerState, health: grpc_server.Health) -> ServerSnapshot:

@@ -30,8 +30,8 @@ class ServerProcess:
 
     Attributes:
         number: number of the process, from 0.
-        state: progress of its start. `open` means that it may open the port, `serving` that it has.
-        opened: True if it ever had the permission to open the port, so that it may have calls.
+        state: progress of its start. `open` means that it may accept requests, `serving` that it does.
+        opened: True if it ever had the permission to accept requests, so that it may have calls.
         unanswered: checks of its event loop since it answered one.
     """
 
@@ -52,8 +52,14 @@ class ServerProcess:
         self._waiting: dict[int, asyncio.Future[Message]] = {}
 
     @classmethod
-    async def start(cls, number: int, settings: Settings, on_message: OnMessage) -> Self:
+    async def start(cls, number: int, settings: Settings, on_message: OnMessage, *, early: bool = False) -> Self:
         """Start a process. Call it in the main thread: the kernel ends the process together with the calling thread.
+
+        Args:
+            number: number of the process, from 0.
+            settings: settings of the process.
+            on_message: function that is called with each message that is not an answer.
+            early: True to open the port while the models are loaded.
 
         Raises:
             OSError: no further process can be started.
@@ -78,7 +84,8 @@ class ServerProcess:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
         reader, writer = await asyncio.open_unix_connection(sock=own, limit=control.MAX_LINE)
         server = cls(number, process, reader, writer, on_message)
-        server.send("start", settings=settings.model_dump(mode="json"), process=number, processes=settings.sharing)
+        values = settings.model_dump(mode="json")
+        server.send("start", settings=values, process=number, processes=settings.sharing, early=early)
         return server
 
     async def run(self) -> int:
@@ -99,7 +106,7 @@ class ServerProcess:
         return self._process.pid
 
     def open(self) -> None:
-        """Tell the process to open the port."""
+        """Tell the process to open the port, unless it is open already, and to accept requests."""
         self.state, self.opened = "open", True
         self.send("open")
 

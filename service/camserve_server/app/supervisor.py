@@ -1,7 +1,7 @@
 """Supervisor of several server processes on one port. It imports neither torch nor a model, and serves nothing itself.
 
-It starts the processes, and opens their port when all of them are warm. It replaces those that die or hang, stops all
-of them on a signal, passes loads and unloads of models on to all of them, and serves their metrics as one.
+It starts the processes, and lets them accept requests when all of them are warm. It replaces those that die or hang,
+stops all of them on a signal, passes loads and unloads of models on to all of them, and serves their metrics as one.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from camserve_server.api import exposure
@@ -47,8 +47,11 @@ def run(settings: Settings, count: int) -> int:
         ConfigError: the address cannot be listened on, or the processes cannot start with these settings.
     """
     exposure.check(settings)
-    with reserved_port.reserve(settings.address) as address:
-        settings = share(settings.model_copy(update={"address": address}), count, hardware.cores())
+    with ExitStack() as reserved:
+        addresses = {"address": reserved.enter_context(reserved_port.reserve(settings.address))}
+        if settings.http_address:
+            addresses["http_address"] = reserved.enter_context(reserved_port.reserve(settings.http_address))
+        settings = share(settings.model_copy(update=addresses), count, hardware.cores())
         return asyncio.run(Supervisor(settings).run())
 
 
@@ -114,9 +117,13 @@ class Supervisor:
             await self._pause(min(2.0 ** (failures - 1), MAX_PAUSE) if failures else 0)
 
     async def _run_once(self, number: int) -> bool:
-        """Run a process until it ends; return True if its port was opened."""
+        """Run a process until it ends; return True if it accepted requests."""
         try:
-            self._servers[number] = server = await ServerProcess.start(number, self._settings, self._handle)
+            # A client that connects during the first start waits. Later, a new connection must reach a warm process.
+            early = not self._all_were_warm
+            self._servers[number] = server = await ServerProcess.start(
+                number, self._settings, self._handle, early=early
+            )
         except OSError as error:
             reason = error.strerror  # a traceback would add nothing
             log.error("no process can be started: %s", reason, extra=logs.fields(process=number))  # noqa: TRY400 -- the same
@@ -151,7 +158,7 @@ class Supervisor:
             self._spawn(self._changes.relay(server, message, self._servers))
 
     def _open_warm(self) -> None:
-        """Open the port of the processes that are warm: at first when all of them are, later of each at once."""
+        """Let the processes that are warm accept requests: at first when all of them are, later each at once."""
         servers = list(self._servers.values())
         if len(servers) == self._settings.sharing and all(server.state == "warm" for server in servers):
             self._all_were_warm = True

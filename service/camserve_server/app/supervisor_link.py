@@ -51,6 +51,7 @@ class SupervisorLink:
         start = control.decode(next(self._lines))
         self.settings = Settings.model_validate(start["settings"])
         self.process = int(start["process"])
+        self.early = bool(start["early"])
         self.position = f"{self.process}/{start['processes']}"
         self._metrics: CollectorRegistry | None = None
         self._may_open = asyncio.Event()
@@ -73,7 +74,7 @@ class SupervisorLink:
         self._metrics = metrics
 
     async def open_with_others(self, repository: "ModelRepository") -> None:
-        """Report that the models are warm, and return when the port may be opened: at first when all are warm."""
+        """Report that the models are warm; return when requests may be accepted: at first when all are warm."""
         self._repository = repository
         self.send("warm")
         await self._may_open.wait()

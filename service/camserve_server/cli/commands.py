@@ -385,8 +385,8 @@ def ray_serve(
 
 
 def _job_parameters() -> list[click.Parameter]:
-    defined_here = ("paths", "output", "resume", "timeout")
-    return [option for option in _client_parameters(client_cli.explain) if option.name not in defined_here]
+    left_out = ("paths", "output", "resume", "timeout", "dry_run")
+    return [option for option in _client_parameters(client_cli.explain) if option.name not in left_out]
 
 
 @ray.command("explain", params=_job_parameters())

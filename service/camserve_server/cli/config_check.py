@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from camserve_server.methods import add_plugins
 from camserve_server.models import ModelSpec
 from camserve_server.models.values import ModelInfo
 
-LOCAL_ADDRESS = str(Settings.model_fields["address"].default)  # an address that only this machine can reach
+ADDRESSES = {name: Settings.model_fields[name].default for name in ("address", "metrics_address", "http_address")}
+"""Settings with an address, and their defaults, which only this machine can reach."""
 
 ModelCallback = Callable[[ModelInfo], object]
 """Called with each model that was loaded."""
@@ -115,8 +117,7 @@ def _check_environment(settings: Settings) -> Iterator[tuple[str, str]]:
     checks: tuple[tuple[str, Callable[[], object]], ...] = (
         ("device", lambda: devices.parse_devices(settings.device)),
         ("processes", lambda: sharing.check(settings)),
-        ("address", lambda: exposure.check(settings.model_copy(update={"metrics_address": None}))),
-        ("metrics_address", lambda: exposure.check(settings.model_copy(update={"address": LOCAL_ADDRESS}))),
+        *((name, partial(_check_exposure, settings, name)) for name in ADDRESSES),
         ("tls_cert" if settings.tls_cert else "tls_key", lambda: auth.credentials(settings)),
         ("tokens_file", lambda: settings.tokens_file and tokens.file(settings.tokens_file)),
         ("model_folder", check_model_folder),
@@ -127,6 +128,11 @@ def _check_environment(settings: Settings) -> Iterator[tuple[str, str]]:
             check_setting()
         except ConfigError as error:
             yield setting, str(error)
+
+
+def _check_exposure(settings: Settings, name: str) -> None:
+    """Check one of the addresses of a server."""
+    exposure.check(settings.model_copy(update={**ADDRESSES, name: getattr(settings, name)}))
 
 
 def _load_models(file: _File, settings: Settings, on_loaded: ModelCallback) -> list[Fault]:

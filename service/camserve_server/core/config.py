@@ -15,6 +15,7 @@ from camserve_server.core.limits import Limits
 
 ENVIRONMENT = "CAMSERVE_"  # prefix of the environment variables
 ADDRESS = re.compile(r"(\[[^\]]+\]|[^:\[\]]+):(?P<port>\d{1,5})", re.ASCII)
+ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:]+\])(:\d{1,5})?", re.ASCII)
 LAST_PORT = 65_535
 MAX_PROCESSES = 64
 
@@ -44,6 +45,17 @@ def _complete_address(value: str) -> str:
     if value and not ((match := ADDRESS.fullmatch(value)) and int(match["port"]) <= LAST_PORT):
         raise PydanticCustomError("address", f"write HOST:PORT, or a port alone, from 0 to {LAST_PORT}")
     return value
+
+
+def _check_origin(value: str) -> str:
+    """Refuse anything but an origin as browsers send it."""
+    if not ORIGIN.fullmatch(value):
+        raise PydanticCustomError("origin", "write SCHEME://HOST or SCHEME://HOST:PORT, in lower case")
+    return value
+
+
+Origins = tuple[Annotated[str, AfterValidator(_check_origin)], ...]
+"""Origins of web pages."""
 
 
 class Settings(BaseModel):
@@ -83,6 +95,14 @@ class Settings(BaseModel):
         default="",
         description="Address of the Prometheus metrics endpoint, as `HOST:PORT`, or a port alone for 127.0.0.1. Without"
         " it there is no endpoint.",
+    )
+    http_address: Annotated[str, AfterValidator(_complete_address)] = Field(
+        default="",
+        description="Address of HTTP with JSON and of the web page, written like `metrics_address`. Default: no HTTP.",
+    )
+    http_origins: Origins = Field(
+        default=(),
+        description="Further origins whose pages may call, and whose host names are allowed, as `https://example.com`.",
     )
     traces: bool = Field(
         default=False,
@@ -216,10 +236,10 @@ class Settings(BaseModel):
         default="text", description="Format of the log: `text` for people, `json` for programs."
     )
 
-    @field_validator("models", mode="before")
+    @field_validator("models", "http_origins", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        """Split the models of an environment variable at spaces and commas."""
+        """Split an environment variable's values at spaces and commas."""
         return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
 
     @property

@@ -1,0 +1,60 @@
+"""The files of the web page, which the package contains, for the servers that serve it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib import resources
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from importlib.resources.abc import Traversable
+
+INDEX = "index.html"
+_TYPES: Mapping[str, str] = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "json": "application/json",
+    "svg": "image/svg+xml",
+    "ico": "image/vnd.microsoft.icon",
+    "jpg": "image/jpeg",
+    "png": "image/png",
+    "webp": "image/webp",
+}
+
+
+@dataclass(frozen=True)
+class Asset:
+    """A file of the page.
+
+    Attributes:
+        body: Its contents.
+        content_type: Its media type.
+        etag: Its entity tag, for conditional requests.
+    """
+
+    body: bytes
+    content_type: str
+    etag: str
+
+    @classmethod
+    def of(cls, body: bytes, content_type: str) -> Asset:
+        """Return a file with an entity tag of its contents."""
+        return cls(body, content_type, f'"{hashlib.sha256(body).hexdigest()[:16]}"')
+
+
+def load() -> dict[str, Asset]:
+    """Return the files of the page by their paths in a URL, such as ``app.js``. The empty path is the page itself."""
+    folder = resources.files("camserve").joinpath("page")
+    found = dict(_assets(folder, "")) if folder.is_dir() else {}
+    return {"": found[INDEX], **found} if INDEX in found else found
+
+
+def _assets(folder: Traversable, prefix: str) -> Iterator[tuple[str, Asset]]:
+    for file in folder.iterdir():
+        if file.is_dir():
+            yield from _assets(file, f"{prefix}{file.name}/")
+        elif content_type := _TYPES.get(file.name.rpartition(".")[2]):
+            yield prefix + file.name, Asset.of(file.read_bytes(), content_type)

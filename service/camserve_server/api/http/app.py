@@ -1,0 +1,69 @@
+"""The HTTP application: the RPCs, the page and the health check."""
+
+from collections.abc import Iterator
+from functools import partial
+from importlib import resources
+from typing import Any, cast
+
+import grpc
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from camserve import assets, connect
+from camserve.assets import Asset
+from camserve_server.api.grpc_server import Border, Health
+from camserve_server.api.http import endpoints
+from camserve_server.api.http.origins import OriginCheck
+from camserve_server.api.inprocess import services_with
+
+REVALIDATE = "no-cache"  # a browser asks whether a file has changed, by its entity tag
+
+
+def build(border: Border, health: Health) -> Starlette:
+    """Return the application.
+
+    Args:
+        border: parts of the server that its protocols share.
+        health: health of the server.
+    """
+    app = Starlette(
+        routes=[
+            *endpoints.routes(border, services_with(border.state)),
+            Route("/health", partial(_health, health)),
+            *_pages(),
+        ],
+        middleware=[Middleware(cast("Any", OriginCheck), border.settings)],
+        exception_handlers={404: _not_found},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def _pages() -> Iterator[Route]:
+    """Yield the routes of the page's files and of the OpenAPI document, which are served from memory."""
+    document = resources.files(__package__).joinpath("openapi.json").read_bytes()
+    for path, asset in {**assets.load(), "openapi.json": Asset.of(document, connect.JSON)}.items():
+        yield Route(f"/{path}", partial(_asset, asset))
+
+
+async def _asset(asset: Asset, request: Request) -> Response:
+    headers = {"etag": asset.etag, "cache-control": REVALIDATE}
+    if asset.etag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(asset.body, headers={**headers, "content-type": asset.content_type})
+
+
+async def _health(health: Health, _request: Request) -> Response:
+    """Return what the health check of gRPC says of the server as a whole."""
+    status, code = ("SERVING", 200) if health.serving else ("NOT_SERVING", 503)
+    return JSONResponse({"status": status}, code, {"cache-control": "no-store"})
+
+
+async def _not_found(request: Request, _error: Exception) -> Response:
+    if request.method == "POST":
+        error = connect.error_json(grpc.StatusCode.UNIMPLEMENTED, "there is no RPC at this path: see /openapi.json")
+        return JSONResponse(error, 404)
+    return PlainTextResponse("not found\n", 404)

@@ -1,0 +1,188 @@
+"""HTTP as users call it: curl, buf, TLS with renewed certificates, several processes, and a server that stays small."""
+
+import base64
+import http.client
+import json
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from camserve import connect
+from http_calls import EXPLAIN, LIST, STREAM, lines_of, post, request
+from robustness.authority import Authority
+from server_process import free_port, server_process
+from support import PHOTOS, serving
+
+ROOT = Path(__file__).parents[2]
+SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
+IMAGE = base64.b64encode(PHOTOS["chelsea"].read_bytes()).decode()
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serving(models=(SMALL,), device="cpu", threads=1, http_address="0") as served:
+        yield f"http://127.0.0.1:{served.http_port}"
+
+
+def curl(*arguments, **options):
+    return subprocess.run(["curl", "-sS", *arguments], check=True, capture_output=True, **options).stdout
+
+
+def test_curl_explains_a_photo(url, tmp_path):
+    body = tmp_path / "body.json"
+    body.write_text(json.dumps({"image": IMAGE, "topK": 2, "rendering": {"heatmap": True}}))
+    reply = json.loads(curl("--json", f"@{body}", url + EXPLAIN))
+
+    assert [len(base64.b64decode(each["heatmap"]["data"])) for each in reply["explanations"]] == [4 * 2 * 2] * 2
+
+
+def test_curl_gets_an_overlay(url, tmp_path):
+    body = tmp_path / "body.json"
+    body.write_text(json.dumps({"image": IMAGE}))
+    picture = curl("--json", f"@{body}", "-H", "Accept: image/png", url + EXPLAIN)
+
+    assert picture.startswith(b"\x89PNG")
+
+
+def test_curl_explains_many_photos(url):
+    items = [{"requestId": str(number), "request": {"image": IMAGE}} for number in range(4)]
+    lines = "".join(json.dumps(item) + "\n" for item in items)
+    arguments = ("-H", f"Content-Type: {connect.NDJSON}", "-T", "-", "-X", "POST", "--no-progress-meter")
+    replies = [json.loads(line) for line in curl(*arguments, url + STREAM, input=lines.encode()).splitlines()]
+
+    assert sorted(reply["requestId"] for reply in replies) == ["0", "1", "2", "3"]
+    assert all(reply["response"]["predictions"] for reply in replies)
+
+
+def buf(url, path, message, folder):
+    body = folder / "body.json"
+    body.write_text(json.dumps(message))
+    command = [Path(sys.executable).with_name("buf"), "curl", "--protocol", "connect", "--schema", ROOT / "protos"]
+    return subprocess.run([*command, "-d", f"@{body}", url + path], check=False, capture_output=True)
+
+
+def test_buf_calls_over_the_connect_protocol(url, tmp_path):
+    explained = buf(url, EXPLAIN, {"image": IMAGE}, tmp_path)
+    refused = buf(url, EXPLAIN, {"image": IMAGE, "model": "none"}, tmp_path)
+    error = json.loads(refused.stderr)
+
+    assert json.loads(explained.stdout)["model"] == "small"
+    assert refused.returncode
+    assert error["code"] == "not_found"
+    assert error["details"][1]["debug"]["fieldViolations"][0]["field"] == "model"
+
+
+# --- TLS ---
+
+
+@pytest.fixture(scope="module")
+def authority():
+    return Authority()
+
+
+def https(port, authority, pair=None):
+    """Return a connection that trusts an authority, with a client's certificate."""
+    context = ssl.create_default_context(cadata=authority.pem.decode())
+    if pair:
+        context.load_cert_chain(*pair)
+    return http.client.HTTPSConnection("127.0.0.1", port, context=context)
+
+
+def status(connection, path="/health"):
+    connection.request("GET", path)
+    response = connection.getresponse()
+    response.read()
+    return response.status
+
+
+def test_renewed_certificate_is_used_for_new_connections(authority, tmp_path):
+    cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
+    with serving(models=(SMALL,), device="cpu", threads=1, tls_cert=cert, tls_key=key, http_address="0") as served:
+        serials = []
+        open_before = https(served.http_port, authority)
+        for _ in range(2):
+            assert status(open_before) == 200
+            fresh = https(served.http_port, authority)
+            assert status(fresh) == 200
+            serials += [each.sock.getpeercert()["serialNumber"] for each in (open_before, fresh)]
+            fresh.close()
+            authority.issue("127.0.0.1").write(tmp_path, "server")
+        open_before.close()
+
+    before, first, still, second = serials
+    assert before == first == still != second
+
+
+def test_certificate_that_does_not_fit_its_key_keeps_the_previous_pair(authority, tmp_path):
+    cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
+    with serving(models=(SMALL,), device="cpu", threads=1, tls_cert=cert, tls_key=key, http_address="0") as served:
+        Path(cert).write_bytes(authority.issue("127.0.0.1").cert)
+        connection = https(served.http_port, authority)
+
+        assert status(connection) == 200
+        connection.close()
+
+
+def test_caller_without_a_certificate_of_the_authority_is_refused(authority, tmp_path):
+    cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
+    (tmp_path / "ca.pem").write_bytes(authority.pem)
+    known, unknown = (
+        authority.issue("caller").write(tmp_path, "known"),
+        Authority().issue("caller").write(tmp_path, "x"),
+    )
+    tls = {"tls_cert": cert, "tls_key": key, "tls_client_ca": str(tmp_path / "ca.pem")}
+    with serving(models=(SMALL,), device="cpu", threads=1, http_address="0", **tls) as served:
+        allowed = https(served.http_port, authority, known)
+        assert status(allowed) == 200
+        allowed.close()
+        for pair in (None, unknown):
+            with pytest.raises((ssl.SSLError, ConnectionError, http.client.RemoteDisconnected)):
+                status(https(served.http_port, authority, pair))
+
+
+def test_plain_request_to_a_port_with_tls_is_refused(authority, tmp_path):
+    cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
+    with (
+        serving(models=(SMALL,), device="cpu", threads=1, tls_cert=cert, tls_key=key, http_address="0") as served,
+        pytest.raises((ConnectionError, http.client.HTTPException)),
+    ):
+        request(served.http_port, "GET", "/health")
+
+
+# --- processes ---
+
+
+def resident(pid):
+    return 1024 * int(Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")[2].split()[0])
+
+
+def test_two_processes_share_the_port():
+    port = free_port()
+    flags = ("--processes", "2", "--threads", "2", "--http-address", str(port))
+    with server_process((SMALL,), *flags):
+        found = set()
+        for _ in range(24):  # the kernel chooses the process of each connection at random
+            found.add(post(port, LIST, {}).headers["camserve-process"])
+        item = json.dumps({"requestId": "a", "request": {"image": IMAGE}}).encode()
+        stream = post(port, STREAM, item, connect.NDJSON)
+
+    assert found == {"0/2", "1/2"}
+    assert stream.headers["camserve-process"] in found
+    assert lines_of(stream)[0]["response"]["model"] == "small"
+
+
+def test_memory_of_the_server_does_not_grow_with_the_calls():
+    port = free_port()
+    with server_process((SMALL,), "--threads", "1", "--http-address", str(port)) as server:
+
+        def call(count):
+            for _ in range(count):
+                assert post(port, EXPLAIN, {"image": IMAGE}, accept="image/jpeg").status == 200
+                assert post(port, EXPLAIN, {"image": IMAGE[:-99]}).status in (200, 400)
+            return resident(server.pid)
+
+        warm = call(100)
+        assert call(200) - warm < 16 * 2**20

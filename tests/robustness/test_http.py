@@ -1,0 +1,473 @@
+"""HTTP against hostile callers: slow, oversized, malformed and smuggled requests, floods, and random mutants."""
+
+import contextlib
+import gzip
+import json
+import random
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from google.protobuf import json_format
+
+from camserve import connect
+from camserve.v1 import explain_pb2
+from camserve_server.api import deserialization, tokens
+from camserve_server.api.http import forms, protocol
+from http_calls import EXPLAIN, JSON, LIST, STREAM, body_of, exchange, head, post, request, statuses
+from http_calls import connect as connect_to
+from robustness import mutations, nets
+from server_process import free_port, server_process
+from support import PHOTOS, serving, wait_until
+
+MIB = 2**20
+HEALTH_REQUEST = head("/health", "Connection: close", method="GET")
+TYPE = f"Content-Type: {JSON}"
+CHUNKED = "Transfer-Encoding: chunked"
+
+
+@contextlib.contextmanager
+def http_server(**settings):
+    with serving(**{"models": (nets.TINY,), "device": "cpu", "threads": 1, "http_address": "0", **settings}) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def served():
+    with http_server(max_message_mib=1) as server:
+        yield server
+
+
+@pytest.fixture
+def port(served):
+    """Port of a server that still answers after the test, and then holds no memory of messages."""
+    yield served.http_port
+    assert request(served.http_port, "GET", "/health").status == 200
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """The sizes of the JSON messages that are parsed."""
+    sizes, parse = [], connect.from_json
+    monkeypatch.setattr(connect, "from_json", lambda data, message: sizes.append(len(data)) or parse(data, message))
+    return sizes
+
+
+def error_of(received):
+    """Return the status and the error of the only response in what a connection received."""
+    (status,) = statuses(received)
+    return status, json.loads(received.partition(b"\r\n\r\n")[2])
+
+
+# --- size ---
+
+
+def test_oversized_message_is_refused_by_its_length_alone(port):
+    """The caller waits for "100 Continue" before it sends the message, and gets the refusal instead."""
+    length = f"Content-Length: {2 * MIB}"
+    status, error = error_of(exchange(port, head(EXPLAIN, TYPE, length, "Expect: 100-continue", "Connection: close")))
+
+    assert (status, error["code"]) == (413, "resource_exhausted")
+
+
+def test_caller_that_sends_an_oversized_message_at_once_sees_the_refusal(port):
+    response = post(port, EXPLAIN, b" " * 3 * MIB)
+
+    assert (response.status, response.json["code"]) == (413, "resource_exhausted")
+
+
+def test_oversized_message_in_chunks_is_refused_at_its_limit(port, monkeypatch):
+    monkeypatch.setattr(protocol, "LINGER_TIMEOUT", 0.1)
+    part = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    status, error = error_of(exchange(port, head(EXPLAIN, TYPE, CHUNKED), *([part] * 30)))
+
+    assert (status, error["code"]) == (413, "resource_exhausted")
+
+
+def test_compressed_message_that_unpacks_beyond_the_limit_is_refused(port, parsed):
+    bomb = gzip.compress(b" " * 40 * MIB)
+    response = post(port, EXPLAIN, bomb, content_encoding="gzip")
+
+    assert (response.status, response.json["code"]) == (429, "resource_exhausted")
+    assert parsed == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 10**6,
+        b'{"methods":[' + b"{}," * 300_000 + b"{}]}",
+        b'{"layers":[' + b'"",' * 300_000 + b'""]}',
+        gzip.compress(b'{"methods":[' + b"{}," * 300_000 + b"{}]}"),
+    ],
+)
+def test_json_with_too_many_values_is_refused_before_it_is_parsed(body, port, parsed):
+    response = post(port, EXPLAIN, body)
+
+    assert (response.status, response.json["code"]) == (400, "invalid_argument")
+    assert response.json["message"] == "the message has more than 32,768 fields, which is the limit"
+    assert parsed == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 30_000,
+        b'{"a":' * 30_000,
+        b'{"rendering":' * 500 + b"{}" + b"}" * 500,
+        b'{"maxPredictions":' + b"9" * 900_000 + b"}",
+        b'{"rendering":{"alpha":' + b"9" * 900_000 + b"e5}}",
+        b'{"model":"' + b"\\u00e9" * 100_000 + b'"}',
+        '{"model":"é"}'.encode("utf-16"),
+        b'\xef\xbb\xbf{"model":""}',
+        b'{"model":"\xff"}',
+        b'{"model":NaN}',
+        b'{"a":1,"a":2}',
+        b'{"topK":1,"top_k":2}',
+        b'{"methods":["gradcam"]}',
+        b'{"methods":{}}',
+        b'{"image":5}',
+        b'{"image":"data:image/jpeg;base64,AAAA"}',
+        b"[]",
+        b"null",
+        b"",
+    ],
+    ids=lambda body: body[:24].decode("ascii", "replace"),
+)
+def test_malformed_json_is_an_invalid_argument(body, port):
+    response = post(port, EXPLAIN, body)
+
+    assert (response.status, response.json["code"]) == (400, "invalid_argument")
+    assert len(response.json["message"]) <= 512
+
+
+@pytest.mark.parametrize("count", [0, 1, 100, 30_000])
+def test_json_message_takes_no_more_memory_than_estimated(count):
+    """An element of a list has at least one byte of its own, which is counted."""
+    body = json.dumps({"layers": [""] * count}).encode()
+    estimate = forms.count_json(body, {}, deserialization.MAX_FIELDS)
+
+    assert estimate >= connect.from_json(body, explain_pb2.ExplainRequest()).ByteSize() + 158 * count
+
+
+def test_headers_have_a_limit(port):
+    long = head("/health", "X-Padding: " + "x" * 20_000, "Connection: close", method="GET")
+    many = head("/health", *["X: y"] * 2000, "Connection: close", method="GET")
+    endless = b"GET /health HTTP/1.1\r\nX: " + b"x" * 200_000
+
+    assert statuses(exchange(port, long)) == [431]
+    assert statuses(exchange(port, many)) == [431]
+    assert statuses(exchange(port, endless)) == [400]
+
+
+# --- time ---
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST / HTTP/1.1\r\nHost: loc", HEALTH_REQUEST.replace(b"close", b"x") + b"GET"]
+)
+def test_connection_whose_headers_do_not_arrive_is_closed(sent, port, monkeypatch):
+    monkeypatch.setattr(protocol, "HANDSHAKE_TIMEOUT", 0.1)
+
+    assert set(statuses(exchange(port, sent))) <= {200}
+
+
+def test_call_whose_message_does_not_arrive_ends(monkeypatch):
+    monkeypatch.setattr(protocol, "LINGER_TIMEOUT", 0.1)
+    with http_server(idle_seconds=0.1) as served:
+        for lines in ((TYPE, "Content-Length: 100"), (TYPE, CHUNKED)):
+            status, error = error_of(exchange(served.http_port, head(EXPLAIN, *lines)))
+            assert (status, error["code"]) == (504, "deadline_exceeded")
+            assert error["message"] == "the call's message did not arrive within 0.1 s"
+
+
+def test_idle_connection_is_closed(monkeypatch):
+    monkeypatch.setattr(protocol, "HANDSHAKE_TIMEOUT", 60)
+    with http_server(connection_idle_seconds=0.1) as served:
+        assert statuses(exchange(served.http_port, head("/health", method="GET"))) == [200]
+
+
+def test_connection_whose_caller_does_not_read_is_closed(port, monkeypatch):
+    monkeypatch.setattr(protocol, "STALL_TIMEOUT", 0.1)
+    asked = threading.Event()
+
+    def ask(connection):
+        with contextlib.suppress(OSError):
+            while True:
+                connection.sendall(head("/openapi.json", method="GET") * 100)
+                asked.set()
+
+    with connect_to(port) as connection:
+        asking = threading.Thread(target=ask, args=(connection,))
+        asking.start()
+        asked.wait()
+        asking.join()  # it ends when the server closes the connection
+
+
+def test_stuck_messages_leave_room_for_other_messages_of_their_caller(port):
+    with contextlib.ExitStack() as stack:
+        for _ in range(2 * deserialization.MAX_RECEIVING):
+            connection = stack.enter_context(connect_to(port))
+            connection.sendall(head(EXPLAIN, TYPE, "Content-Length: 100") + b"{")
+
+        assert post(port, LIST, {}).status == 200
+
+
+def test_connections_beyond_the_limit_are_closed():
+    with http_server(max_connections=3) as served, contextlib.ExitStack() as stack:
+        held = [stack.enter_context(connect_to(served.http_port)) for _ in range(3)]
+        for connection in held:
+            connection.sendall(head("/health", method="GET"))
+            assert connection.recv(15) == b"HTTP/1.1 200 OK"
+        assert exchange(served.http_port, HEALTH_REQUEST) == b""
+        held[0].close()
+        wait_until(lambda: statuses(exchange(served.http_port, HEALTH_REQUEST)) == [200])
+
+
+# --- what is not HTTP, or is read differently by others ---
+
+SMUGGLED = HEALTH_REQUEST
+BODY = b"5\r\n{    \r\n0\r\n\r\n"
+MALFORMED = {
+    "length and chunks": head(LIST, TYPE, "Content-Length: 4", CHUNKED) + b"0\r\n\r\n",
+    "chunks and length": head(LIST, TYPE, CHUNKED, "Content-Length: 400") + b"0\r\n\r\n",
+    "two lengths": head(LIST, TYPE, "Content-Length: 2", "Content-Length: 60") + b"{}",
+    "list of lengths": head(LIST, TYPE, "Content-Length: 2, 60") + b"{}",
+    "signed length": head(LIST, TYPE, "Content-Length: +2") + b"{}",
+    "negative length": head(LIST, TYPE, "Content-Length: -2") + b"{}",
+    "hexadecimal length": head(LIST, TYPE, "Content-Length: 0x2") + b"{}",
+    "long length": head(LIST, TYPE, "Content-Length: " + "9" * 40) + b"{}",
+    "other coding": head(LIST, TYPE, "Transfer-Encoding: gzip") + BODY,
+    "two codings": head(LIST, TYPE, "Transfer-Encoding: gzip, chunked") + BODY,
+    "coding twice": head(LIST, TYPE, CHUNKED, CHUNKED) + BODY,
+    "misspelt coding": head(LIST, TYPE, "Transfer-Encoding: xchunked") + BODY,
+    "coding with a control character": head(LIST, TYPE, "Transfer-Encoding: \x0bchunked") + BODY,
+    "space before the colon": head(LIST, TYPE, "Transfer-Encoding : chunked") + BODY,
+    "control character in a name": head(LIST, TYPE, "Transfer\0-Encoding: chunked") + BODY,
+    "carriage return in a value": head(LIST, TYPE, "X: a\rContent-Length: 60") + BODY,
+    "chunk size with a sign": head(LIST, TYPE, CHUNKED) + b"+2\r\n{}\r\n0\r\n\r\n",
+    "chunk size with a prefix": head(LIST, TYPE, CHUNKED) + b"0x2\r\n{}\r\n0\r\n\r\n",
+    "negative chunk size": head(LIST, TYPE, CHUNKED) + b"-2\r\n{}\r\n0\r\n\r\n",
+    "chunk size that is too long": head(LIST, TYPE, CHUNKED) + b"0" * 30 + b"2\r\n{}\r\n0\r\n\r\n",
+    "no chunk size": head(LIST, TYPE, CHUNKED) + b"\r\n{}\r\n0\r\n\r\n",
+    "chunk without an end": head(LIST, TYPE, CHUNKED) + b"2\r\n{}0\r\n\r\n",
+    "two hosts": head("/health", "Host: 127.0.0.1", method="GET"),
+    "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "no version": b"GET /health\r\n\r\n",
+    "preface of HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "space in the target": b"GET /he alth HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "control character in the target": b"GET /\x00health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_request_is_refused_and_nothing_after_it_is_read(name, port):
+    received = exchange(port, MALFORMED[name] + SMUGGLED)
+
+    assert all(400 <= status < 502 for status in statuses(received))
+    assert len(statuses(received)) <= 1
+    assert b"SERVING" not in received
+
+
+def test_folded_header_is_one_header(port):
+    """A header within the continuation of another one has no effect."""
+    received = exchange(port, head("/health", "X: a\r\n Transfer-Encoding: chunked", "Connection: close", method="GET"))
+
+    assert statuses(received) == [200]
+
+
+def test_chunk_extensions_and_trailers_are_ignored(port):
+    chunks = b'2;a="b"\r\n{}\r\n0;c\r\nAuthorization: x\r\nContent-Length: 5\r\n\r\n'
+    received = exchange(port, head(LIST, TYPE, CHUNKED) + chunks + SMUGGLED)
+
+    assert statuses(received) == [200, 200]
+
+
+def test_pipelined_requests_are_answered_in_order(port):
+    calls = [head(LIST, TYPE, "Content-Length: 2") + b"{}", head("/nothing", method="GET"), HEALTH_REQUEST]
+
+    assert statuses(exchange(port, b"".join(calls))) == [200, 404, 200]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "//",
+        "/../../etc/passwd",
+        "/%2e%2e/%2e%2e/etc/passwd",
+        "/..%2f..%2fetc%2fpasswd",
+        "/..\\..\\secrets",
+        "/%00index.html",
+        "/index.html%00.js",
+        "/lib/",
+        "/lib",
+        "/lib/../index.html",
+        "/.//index.html",
+        "/index.html/",
+        "/camserve.v1.ExplainService//Explain",
+        "/camserve.v1.ExplainService/Explain/",
+        "/camserve.v1.ExplainService/explain",
+        "/camserve.v1.ExplainService",
+        "/grpc.health.v1.Health/Check",
+        "/inference.GRPCInferenceService/ServerLive",
+        "http://localhost/index.html",
+        "*",
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_path_that_is_no_route_is_not_found(path, method, port):
+    received = exchange(port, head(path, "Content-Length: 0", "Connection: close", method=method))
+
+    assert statuses(received) in ([404], [400])
+    assert b"<html" not in received
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "OPTIONS", "DELETE", "TRACE", "CONNECT", "PATCH", "get"])
+def test_other_methods_are_not_allowed(method, port):
+    received = exchange(port, head(EXPLAIN, "Content-Length: 0", "Connection: close", method=method))
+
+    assert statuses(received) == [405]
+    assert b"allow: POST\r\n" in received
+
+
+# --- floods, and random mutants ---
+
+
+def test_caller_that_hangs_up_at_any_moment_leaves_nothing(served, port):
+    body = json.dumps({"image": "AAAA", "rendering": {"overlay": "IMAGE_FORMAT_JPEG"}}).encode()
+    whole = head(EXPLAIN, TYPE, f"Content-Length: {len(body)}") + body
+    for length in range(0, len(whole) + 1, 7):
+        with connect_to(port) as connection:
+            connection.sendall(whole[:length])
+    wait_until(lambda: served.do(lambda: served.pipeline.batcher.admitted) == 0)
+
+    assert post(port, LIST, {}).status == 200
+
+
+def test_greedy_caller_causes_no_refusal_of_a_modest_one(tmp_path):
+    created = {name: tokens.new(name, ("explain",)) for name in ("greedy", "modest")}
+    path = tmp_path / "tokens"
+    path.write_text("".join(f"{known.line()}\n" for _, known in created.values()))
+    image = json_format.MessageToDict(explain_pb2.ExplainRequest(image=PHOTOS["rocket"].read_bytes()))
+    codes, over = Counter(), threading.Event()
+    with http_server(max_queue_rows=32, tokens_file=str(path)) as served:
+
+        def ask(caller):
+            headers = {"authorization": f"Bearer {created[caller][0]}"}
+            codes[caller, post(served.http_port, EXPLAIN, image, **headers).status] += 1
+
+        def flood():
+            while not over.is_set():
+                ask("greedy")
+
+        with ThreadPoolExecutor(64) as callers:
+            flooding = [callers.submit(flood) for _ in range(64)]
+            wait_until(lambda: codes["greedy", 429])
+            for _ in range(6):
+                ask("modest")
+            over.set()
+        for each in flooding:
+            each.result()
+
+    assert codes["modest", 200] == 6
+    assert {code for _, code in codes} == {200, 429}
+
+
+MUTANTS = 600
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A server that soon ends what does not continue."""
+    monkeypatch.setattr(protocol, "HANDSHAKE_TIMEOUT", 0.05)
+    monkeypatch.setattr(protocol, "LINGER_TIMEOUT", 0.05)
+    with http_server(idle_seconds=0.05, connection_idle_seconds=0.05) as served:
+        yield served
+
+
+def test_random_mutants_are_answered(impatient):
+    """Bytes of messages and of the heads of requests are changed."""
+    served, port = impatient, impatient.http_port
+    chance = random.Random(5)
+    paths = {rpc.name: path for path, rpc in connect.RPCS.items()}
+    valid = [(paths[rpc], data) for rpc, data in mutations.requests() if rpc in paths]
+    messages = [(path, connect.message_class(connect.RPCS[path].input_type).FromString(data)) for path, data in valid]
+    bodies = [(path, body_of(message)) for path, message in messages]
+    found = Counter()
+    for number in range(MUTANTS):
+        path, body = bodies[number % len(bodies)]
+        changed = mutations.mutate(chance, body, [other for _, other in bodies])
+        media = connect.NDJSON if path == STREAM else JSON
+        found[post(port, path, changed, media).status] += 1
+        whole = head(path, TYPE, f"Content-Length: {len(body)}", "Connection: close")
+        received = exchange(port, mutations.mutate(chance, whole, [whole]) + body)
+        assert len(statuses(received)) <= 2
+        found.update(statuses(received))
+
+    assert set(found) <= {200, 400, 403, 404, 405, 413, 415, 429, 431, 501}
+    assert found[400] > MUTANTS / 10
+    wait_until(lambda: served.do(lambda: served.pipeline.batcher.admitted) == 0)
+
+
+class RecordingParser(deserialization.MessageParser):
+    """Parser that shows how many bytes are reserved."""
+
+    instances: ClassVar[list["RecordingParser"]] = []
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.instances.append(self)
+
+    @property
+    def taken(self):
+        return self._memory.taken
+
+
+def test_calls_always_release_the_memory_of_their_messages(monkeypatch):
+    monkeypatch.setattr(deserialization, "MessageParser", RecordingParser)
+    RecordingParser.instances.clear()
+    item = b'{"requestId":"a","request":{}}\n'
+    with http_server() as served:
+        (parser,) = RecordingParser.instances
+        for body in (b"{}", b"{", gzip.compress(b"{}"), body_of(explain_pb2.ExplainRequest(image=b"x" * MIB))):
+            post(served.http_port, EXPLAIN, body)
+        post(served.http_port, STREAM, item * 40, connect.NDJSON)
+        post(served.http_port, STREAM, item * 40 + b"{", connect.NDJSON)
+        served.do(served.pipeline.batcher.pause)
+        body = body_of(explain_pb2.ExplainRequest(image=PHOTOS["rocket"].read_bytes()))
+        with connect_to(served.http_port) as connection:
+            connection.sendall(head(EXPLAIN, TYPE, f"Content-Length: {len(body)}") + body)
+            wait_until(lambda: parser.taken > len(body) / 2)
+        wait_until(lambda: parser.taken == 0)
+        served.do(served.pipeline.batcher.resume)
+
+
+def resident(pid):
+    """Return the peak memory of a process in bytes."""
+    return 1024 * int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0])
+
+
+def test_many_large_messages_at_once_stay_within_the_memory_limits():
+    port = free_port()
+    photo = json.dumps({"image": "A" * (10 * MIB)}).encode()
+    with (
+        server_process(
+            ("small=torchvision:mobilenet_v3_small?weights=none&size=64",),
+            "--threads",
+            "1",
+            "--http-address",
+            str(port),
+        ) as server,
+        ThreadPoolExecutor(16) as callers,
+    ):
+        post(port, EXPLAIN, photo)
+        before = resident(server.pid)
+        found = Counter(response.status for response in callers.map(lambda _: post(port, EXPLAIN, photo), range(48)))
+        grown = resident(server.pid) - before
+
+    assert found == {400: 48}
+    assert grown <= 350 * MIB
