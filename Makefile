@@ -16,7 +16,7 @@ BASE ?= origin/main
 MINUTES ?= 10
 TIMES ?= 3
 
-.PHONY: setup node demo test test-slow .slow-robustness .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray soak check bench bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision
+.PHONY: setup node browser demo test test-slow .slow-robustness .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray soak check bench bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## create the .venv with all dependencies
 
@@ -48,8 +48,9 @@ define generate
 	  --python_out=$(2) --mypy_out=quiet:$(2) $(OPEN_INFERENCE)
 endef
 
-protos: $(PROTO_VENV)/.done  ## generate the stubs from protos/
+protos: $(PROTO_VENV)/.done  ## generate the stubs and the OpenAPI document from protos/
 	$(call generate,$(STUBS),$(SERVER_STUBS))
+	$(PROTO_BIN)/python tools/generate_openapi.py
 
 sync-client: setup  ## generate the synchronous Python client, after a change to the asynchronous one
 	$(BIN)/python tools/generate_sync.py
@@ -59,6 +60,15 @@ node: clients/node/node_modules  ## install the dependencies of the Node client,
 clients/node/node_modules: clients/node/package-lock.json
 	@if command -v npm >/dev/null; then npm ci --prefix clients/node --no-audit --no-fund --silent && touch $@; \
 	else echo "npm is not installed: the Node client is not tested"; fi
+
+browser: .browser/.done  ## install Chromium and axe-core, with which the page is tested, if they can be installed
+
+.browser/.done:
+	@mkdir -p .browser
+	@command -v chromium >/dev/null || apt-get install -y -q chromium >/dev/null || \
+	  echo "Chromium cannot be installed: the page is not tested"
+	@if command -v npm >/dev/null; then npm install --prefix .browser --no-audit --no-fund --silent axe-core@4.14.1 && touch $@; \
+	else echo "npm is not installed: the page's accessibility is not tested"; fi
 
 demo: setup  ## start the server, explain a photo of a cat, write the overlay to out/
 	$(BIN)/python examples/demo.py
@@ -100,7 +110,7 @@ test-slow: .slow-robustness .slow-others  ## run the tests marked slow: long sea
 .slow-robustness: setup
 	$(BIN)/python -m pytest -m slow --durations=10 tests/robustness
 
-.slow-others: setup
+.slow-others: setup browser
 	$(BIN)/python -m pytest -m slow --durations=10 --ignore tests/robustness
 
 test-simulated: setup  ## run the tests on a simulated GPU
@@ -156,6 +166,7 @@ proto-check: setup $(PROTO_VENV)/.done
 	  cmp $$f ../$(STUBS)/$$f 2>/dev/null || cmp $$f ../$(SERVER_STUBS)/$$f || \
 	  { echo "the stubs do not match protos/: run 'make protos'"; exit 1; }; done
 	@rm -rf .protocheck
+	$(PROTO_BIN)/python tools/generate_openapi.py --check
 
 sync-check: setup
 	$(BIN)/python tools/generate_sync.py --check

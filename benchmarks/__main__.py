@@ -16,7 +16,7 @@ def main() -> None:
     """Measure the parts that are asked for, or all of them."""
     import torch  # noqa: PLC0415 -- after the restart
 
-    from benchmarks import cost, engine, long_requests, memory, neighbours, results, served, stages  # noqa: PLC0415 -- after the restart
+    from benchmarks import cost, engine, long_requests, memory, neighbours, page, results, served, stages  # noqa: PLC0415 -- after the restart
     from benchmarks.front import measure as front  # noqa: PLC0415
     from benchmarks.scale import SCALES  # noqa: PLC0415
 
@@ -29,6 +29,7 @@ def main() -> None:
         "long_requests": long_requests.measure,
         "neighbours": neighbours.measure,
         "front": front.measure,
+        "page": page.measure,
     }
     asked = _arguments(list(parts), list(SCALES))
     scale = SCALES[asked.scale]

@@ -25,7 +25,7 @@ STAGES = {
     "fit": "imaging.images.fit",
     "receipt": "serving.receipts.receipt_of",
     "steps": "serving.explain._run_step",
-    "intensity": "imaging.render.intensity",
+    "intensity": "imaging.scales.scale_map",
     "encode": "imaging.render._encode",
     "draw": "imaging.render.draw",
     "answer": "serving.drawing._draw",

@@ -6,6 +6,8 @@ def missing(name: str, command: str) -> str:
     return f"{name} is not installed: {command}"
 
 
+AXE = missing("axe-core", "make browser")
+CHROMIUM = missing("Chromium", "make browser")
 COMPOSE = missing("docker compose", "apt-get install docker-compose-v2 (Debian 13: docker-compose)")
 COMPILER = missing("a C compiler", "apt-get install gcc libc6-dev")
 CUDA = "a CUDA device is missing: run this on a machine with a GPU"

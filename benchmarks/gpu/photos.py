@@ -17,7 +17,7 @@ from benchmarks.timing import Run
 from camserve_server.core.arrays import Map, Pixels
 from camserve_server.core.limits import Limits
 from camserve_server.engine.inputs import upload
-from camserve_server.imaging import images, render
+from camserve_server.imaging import images, render, scales
 from camserve_server.imaging.values import Preprocess, Rendering
 
 COUNT = 32
@@ -84,7 +84,7 @@ def _steps(scale: Scale) -> Mapping[str, Mapping[str, Run]]:
 def _drawn(decoded: Sequence[Pixels], heat: Map, wanted: Preprocess) -> None:
     for one in decoded:
         _, seen = images.fit(one[:8, :8], wanted)
-        render.draw(one, render.intensity(heat), seen, JPEG)
+        render.draw(one, scales.scale_map(heat, JPEG, wanted.size), seen, JPEG)
 
 
 def _pageable(small: Sequence[Pixels], scale: Scale) -> Tensor:

@@ -1,0 +1,101 @@
+/** Elements, and small things that every panel needs. */
+
+/**
+ * Create an element. Names that start with "on" are listeners, true and false set or leave out an attribute. Children are
+ * nodes or text: text is never parsed as HTML, so labels from a server are safe.
+ */
+export function h(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? "" : String(value));
+  }
+  fill(node, children);
+  return node;
+}
+
+/** Replace the children of an element. */
+export function fill(node, ...children) {
+  node.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return node;
+}
+
+/** Return the element of the page with an id. */
+export const byId = (id) => document.getElementById(id);
+
+let lastId = 0;
+
+/** Return an id that no other element has. */
+export const newId = (prefix = "x") => `${prefix}-${++lastId}`;
+
+/** Return a control with its label, and the text that explains it. */
+export function labelled(label, control, { hint = "", inline = false } = {}) {
+  control.id ||= newId("field");
+  const help = hint ? h("small", { class: "hint", id: `${control.id}-hint` }, hint) : null;
+  if (help) control.setAttribute("aria-describedby", help.id);
+  const name = h("label", { for: control.id }, label);
+  return h("div", { class: inline ? "field inline" : "field" }, inline ? [control, name] : [name, control], help);
+}
+
+/** Return a select with options [value, text]. */
+export function choice(options, value, onchange, attributes = {}) {
+  const items = options.map(([key, text]) => h("option", { value: key, selected: key === value }, text));
+  return h("select", { ...attributes, onchange: (event) => onchange(event.target.value) }, items);
+}
+
+/** Return a checkbox with its label. */
+export function checkbox(label, checked, onchange, options = {}) {
+  const box = h("input", { type: "checkbox", checked, disabled: options.disabled, onchange: (event) => onchange(event.target.checked) });
+  return labelled(label, box, { inline: true, ...options });
+}
+
+/** Return a group of buttons of which one is pressed: options are [value, text]. */
+export function segmented(label, options, value, onpick) {
+  const buttons = options.map(([key, text]) =>
+    h("button", { type: "button", "aria-pressed": key === value ? "true" : "false", "data-value": key, onclick: () => pick(key) }, text),
+  );
+  const pick = (key) => {
+    for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset.value === key));
+    onpick(key);
+  };
+  return h("div", { class: "segmented", role: "group", "aria-label": label }, buttons);
+}
+
+/** Say something to screen readers, without showing it. */
+export function say(text) {
+  byId("spoken").textContent = text;
+}
+
+/** Return a function that calls another one once, some milliseconds after its last call. */
+export function debounced(call, milliseconds) {
+  let timer = 0;
+  return (...values) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => call(...values), milliseconds);
+  };
+}
+
+/** Return a function that calls another one once before the next frame, however often it is called. */
+export function framed(call) {
+  let waits = false;
+  return () => {
+    if (waits) return;
+    waits = true;
+    requestAnimationFrame(() => {
+      waits = false;
+      call();
+    });
+  };
+}
+
+/** Save text or bytes as a file. */
+export function download(name, content, type) {
+  const url = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }));
+  const link = h("a", { href: url, download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(url), 1000);
+}
+
+/** Return a paragraph with an error in the server's words. */
+export const problem = (text) => h("p", { class: "problem", role: "alert" }, text);

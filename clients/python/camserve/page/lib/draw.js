@@ -1,0 +1,241 @@
+/**
+ * Drawing of maps in the browser, by the server's conventions (see Rendering in protos/camserve/v1/explain.proto).
+ *
+ * A style says how a map is drawn; missing properties have these defaults:
+ *   profile       "paper", "signed", "grad-cam", "torchcam" or "captum"
+ *   sign          "positive", "negative", "both" or "absolute"; null for that of the profile
+ *   scale         raw value with the strongest colour: "map" (each its own), "shared", or a number
+ *   threshold     {quantile: 0.8} or {value: 1.5}: weaker values are not painted; null paints everything
+ *   colormap      a name in COLORMAPS; null for "coolwarm" if sign is "both", otherwise "jet"
+ *   opacity       0 to 1. It is the CSS opacity of the canvas, so changing it needs no drawing.
+ *   fade          true to multiply the opacity by the intensity
+ *   smooth        true to interpolate bilinearly, false for the nearest cell
+ *   contourLines  number of lines at equally spaced intensities, 0 to 16
+ */
+import { levels } from "./colormaps.js";
+import { allFinite, average, keep, onPixels, quantileOfSorted, resize, scalePhoto } from "./maps.js";
+import { intensitiesOf, isOn, onDrawnGrid, onInput, scaleOfProfile } from "./profiles.js";
+
+export const DEFAULT_STYLE = Object.freeze({
+  profile: "paper",
+  sign: null,
+  scale: "map",
+  threshold: null,
+  colormap: null,
+  opacity: 0.5,
+  fade: false,
+  smooth: true,
+  contourLines: 0,
+});
+
+/** Size of the model's input if it is not known: it only matters for quantiles, and for maps of single pixels. */
+const USUAL_SIZE = [224, 224];
+const CONTOUR = 0xff202020; // ABGR
+
+/** Return a style with all properties; sign and colormap are resolved. */
+export function complete(style = {}) {
+  const all = { ...DEFAULT_STYLE, ...style };
+  const sign = all.sign ?? (all.profile === "signed" ? "both" : "positive");
+  return { ...all, sign, colormap: all.colormap ?? (sign === "both" ? "coolwarm" : "jet") };
+}
+
+const PICK = {
+  positive: (value) => (value > 0 ? value : 0),
+  negative: (value) => (value < 0 ? -value : 0),
+  absolute: Math.abs,
+  both: (value) => value,
+};
+
+/**
+ * Return the map with the values that a sign shows, and 0 for all others. Negative values are negated for "negative". If
+ * a value is NaN or infinite, no value is shown.
+ */
+export function shown(map, sign) {
+  if (!allFinite(map)) return keep(map, "shown", "none", () => ({ ...map, data: new Float32Array(map.data.length) }));
+  return sign === "both" ? map : keep(map, "shown", sign, () => ({ ...map, data: map.data.map(PICK[sign]) }));
+}
+
+/**
+ * Return the raw value that gets the strongest colour if a map is drawn alone, or 0 if no value is shown.
+ *
+ * @param inputSize [height, width] of the model's input, if known.
+ */
+export function ownScale(map, style, inputSize = null) {
+  const { sign, profile } = complete(style);
+  const size = inputSize ?? USUAL_SIZE;
+  return keep(map, "scale", `${sign} ${profile} ${size}`, () => scaleOfProfile(shown(map, sign), profile, size));
+}
+
+/** Return the largest of the maps' own scales. */
+export function sharedScale(maps, style, inputSize = null) {
+  return maps.reduce((most, map) => Math.max(most, ownScale(map, style, inputSize)), 0);
+}
+
+/** Return the scale that a style asks for: a number above 0, or 0 if nothing is shown. `maps` are those that share it. */
+export function scaleOf(map, style, maps = [map], inputSize = null) {
+  const { scale } = complete(style);
+  if (typeof scale === "number") return scale;
+  return scale === "shared" ? sharedScale(maps, style, inputSize) : ownScale(map, style, inputSize);
+}
+
+/**
+ * Return the intensities of a map: 0 to 1, or −1 to 1 with sign "both". They may lie beyond 1 before interpolation.
+ *
+ * They are on the map's own grid for "paper" and "signed", otherwise on the pixels of the model's input.
+ */
+export function intensities(map, style, scale = ownScale(map, style), inputSize = null) {
+  const { sign, profile } = complete(style);
+  return intensitiesOf(shown(map, sign), profile, scale, inputSize ?? USUAL_SIZE);
+}
+
+/** Return the intensities of a map on the pixels of the model's input. */
+export function intensitiesOnInput(map, style, scale = ownScale(map, style), inputSize = USUAL_SIZE) {
+  const heat = intensities(map, style, scale, inputSize);
+  const resized = resize(heat, ...inputSize);
+  return resized === heat ? heat : { ...resized, data: resized.data.map((value) => Math.min(Math.max(value, -1), 1)) };
+}
+
+/** Return the magnitudes of the shown values on the pixels of the model's input, sorted. */
+function sortedMagnitudes(map, { sign, profile }, size) {
+  return keep(map, "sorted", `${sign} ${profile} ${size}`, () => onInput(shown(map, sign), profile, size).data.map(Math.abs).sort());
+}
+
+/** Return the raw value below which nothing is painted, or 0 if everything is. */
+export function thresholdValue(map, style, inputSize = null) {
+  const whole = complete(style);
+  if (!whole.threshold) return 0;
+  const { value, quantile: share } = whole.threshold;
+  return value ?? quantileOfSorted(sortedMagnitudes(map, whole, inputSize ?? USUAL_SIZE), share);
+}
+
+/**
+ * Draw a map as RGBA over a display of the photo; return the scale that was used.
+ *
+ * The canvas has the display's size; it is transparent where the model did not see the photo or nothing is painted.
+ *
+ * @param canvas HTMLCanvasElement or OffscreenCanvas.
+ * @param photo as readPhoto returns it.
+ * @param options {scale, inputSize}: the scale from scaleOf, and the model's input size.
+ */
+export function drawMap(canvas, map, photo, style, { scale = scaleOf(map, style), inputSize = null } = {}) {
+  const context = canvas.getContext("2d");
+  const image = imageOf(canvas, context);
+  paint(image, map, photo, style, { scale, inputSize });
+  context.putImageData(image, 0, 0);
+  return scale;
+}
+
+const images = new WeakMap();
+
+/** Return a clear ImageData of a canvas's size: the same one in every frame. */
+function imageOf(canvas, context) {
+  const kept = images.get(canvas);
+  if (kept?.width === canvas.width && kept.height === canvas.height) {
+    kept.data.fill(0);
+    return kept;
+  }
+  images.set(canvas, context.createImageData(canvas.width, canvas.height));
+  return images.get(canvas);
+}
+
+/** Paint a map into a clear ImageData of the display's size; see drawMap. */
+export function paint(image, map, photo, style, { scale = scaleOf(map, style), inputSize = null } = {}) {
+  const whole = complete(style);
+  const size = inputSize ?? USUAL_SIZE;
+  const display = scalePhoto(photo, image.width, image.height);
+  const key = [whole.sign, whole.profile, size, whole.smooth];
+  const values = () => onDrawnGrid(shown(map, whole.sign), whole.profile, size);
+  // Values are divided after interpolation where nothing is cut before it, so that another scale needs no interpolation.
+  const isLinear = ["paper", "signed"].includes(whole.profile) && !isOn(map, size);
+  const strengths = isLinear || whole.threshold ? fieldOf(map, "strengths", display, key, values) : null;
+  const heat = () => toned(intensities(map, whole, scale, size), whole);
+  const field = isLinear ? strengths : fieldOf(map, "field", display, [scale, ...key], heat);
+  const factor = isLinear ? (scale > 0 ? 1 / scale : 0) : 1;
+  const pixels = new Uint32Array(image.data.buffer, image.data.byteOffset, image.width * image.height);
+  const selected = whole.threshold ? strengths.data : null;
+  colour(pixels, image.width, field, factor, whole, selected, thresholdValue(map, whole, inputSize));
+  if (whole.contourLines) drawContours(pixels, image.width, field, factor * (whole.contourLines + 1), whole.contourLines);
+}
+
+/** Square intensities for the profile "torchcam", which does so before it colours them. */
+function toned(heat, { profile }) {
+  return profile === "torchcam" ? { ...heat, data: heat.data.map((value) => Math.min(Math.max(value, 0), 1) ** 2) } : heat;
+}
+
+/** Interpolate what `make` returns at the pixels of a display; the last result is kept with the map. */
+function fieldOf(map, kind, display, key, make) {
+  const { left, top, right, bottom } = display.seen;
+  const isSmooth = key.at(-1);
+  return keep(map, kind, [...key, display.width, display.height, left, top, right, bottom].join(), () =>
+    onPixels(coarsen(make(), display.seen), display, isSmooth),
+  );
+}
+
+const strongest = (values) => values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
+
+/** Average a map with more cells than its box has pixels, so that no cell is skipped; the strongest value stays. */
+function coarsen(map, { left, top, right, bottom }) {
+  const [width, height] = [Math.max(1, Math.round(right - left)), Math.max(1, Math.round(bottom - top))];
+  if (map.width <= width && map.height <= height) return map;
+  const coarse = average(map, height, width);
+  const gain = strongest(map.data) / (strongest(coarse.data) || 1);
+  return { ...coarse, data: coarse.data.map((value) => value * gain) };
+}
+
+function colour(pixels, stride, { left, top, width, height, data }, factor, { colormap, sign, fade }, strengths, least) {
+  const colours = levels(colormap);
+  const isSigned = sign === "both";
+  const [gain, offset, lowest] = isSigned ? [127.5, 128, -1] : [255, 0.5, 0];
+  for (let y = 0; y < height; y++) {
+    let target = (top + y) * stride + left;
+    let source = y * width;
+    for (let x = 0; x < width; x++, target++, source++) {
+      if (strengths !== null) {
+        const strength = Math.abs(strengths[source]);
+        if (strength < least || strength === 0) continue;
+      }
+      const raw = data[source] * factor;
+      const value = raw > 1 ? 1 : raw < lowest ? lowest : raw;
+      const pixel = colours[(value * gain + offset) | 0];
+      pixels[target] = fade ? (pixel & 0xffffff) | (((Math.abs(value) * 255 + 0.5) | 0) << 24) : pixel;
+    }
+  }
+}
+
+/** Draw lines where the intensity passes a level: the pixels whose right or lower neighbour is in another band. */
+function drawContours(pixels, stride, { left, top, width, height, data }, factor, count) {
+  const bands = new Int8Array(data.length);
+  for (let index = 0; index < data.length; index++) {
+    const band = data[index] * factor;
+    bands[index] = band > count ? count : band < -count ? -count : band;
+  }
+  for (let y = 0; y < height - 1; y++) {
+    const target = (top + y) * stride + left;
+    for (let x = 0, index = y * width; x < width - 1; x++, index++) {
+      const here = bands[index];
+      if (here !== bands[index + 1] || here !== bands[index + width]) pixels[target + x] = CONTOUR;
+    }
+  }
+}
+
+/** Draw the colours of a style from the weakest to the strongest, left to right, over a whole canvas. */
+export function drawColorBar(canvas, style) {
+  const { sign, colormap } = complete(style);
+  const context = canvas.getContext("2d");
+  const image = context.createImageData(canvas.width, canvas.height);
+  const pixels = new Uint32Array(image.data.buffer);
+  const colours = levels(colormap);
+  for (let x = 0; x < canvas.width; x++) {
+    const colourHere = colours[Math.round((x / Math.max(1, canvas.width - 1)) * 255)];
+    for (let y = 0; y < canvas.height; y++) pixels[y * canvas.width + x] = colourHere;
+  }
+  context.putImageData(image, 0, 0);
+  return sign;
+}
+
+/** Return the raw values at the ends and in the middle of a style's colour bar. */
+export function barValues(style, scale) {
+  const { sign } = complete(style);
+  if (sign === "both") return [-scale, 0, scale];
+  return sign === "negative" ? [0, -scale / 2, -scale] : [0, scale / 2, scale];
+}

@@ -1,0 +1,87 @@
+/** The page's state as a URL fragment, and back. */
+
+const VERSION = "1.";
+const LONGEST = 8192; // characters of a fragment that is read
+const DEEPEST = 8;
+
+/**
+ * Return the URL fragment, without "#", of a page's state.
+ *
+ * @param state {request, style, view}: the request as the API's JSON, the drawing style, and other settings. Photos are
+ *   left out: those in `image`, also of similarities.
+ */
+export function writeLink({ request = {}, style = {}, view = {} }) {
+  const content = JSON.stringify([request, style, view], (key, value) => (key === "image" || isEmpty(value) ? undefined : value));
+  const binary = Array.from(new TextEncoder().encode(content), (byte) => String.fromCharCode(byte)).join("");
+  return VERSION + btoa(binary).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
+}
+
+function isEmpty(value) {
+  return value === null || value === "" || (Array.isArray(value) && !value.length);
+}
+
+/** Read a URL fragment, with or without "#"; return {request, style, view}, or null if it is no state. */
+export function readLink(fragment) {
+  const text = fragment.replace(/^#/, "");
+  if (!text.startsWith(VERSION) || text.length > LONGEST) return null;
+  try {
+    const binary = atob(text.slice(VERSION.length).replaceAll("-", "+").replaceAll("_", "/"));
+    const bytes = Uint8Array.from(binary, (character) => character.charCodeAt(0));
+    const content = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(bytes));
+    if (!Array.isArray(content)) return null;
+    const [request, style, view] = content.map((part) => plain(part, DEEPEST));
+    return { request: readRequest(request), style: readStyle(style), view: asObject(view) };
+  } catch {
+    return null;
+  }
+}
+
+const asObject = (value) => (value && typeof value === "object" && !Array.isArray(value) ? value : {});
+
+/** Copy JSON without names that reach an object's prototype. */
+function plain(value, depth) {
+  if (!depth) throw new RangeError("nested too deeply");
+  if (Array.isArray(value)) return value.map((item) => plain(item, depth - 1));
+  if (!value || typeof value !== "object") return value;
+  const names = Object.keys(value).filter((name) => !["__proto__", "constructor", "prototype"].includes(name));
+  return Object.fromEntries(names.map((name) => [name, plain(value[name], depth - 1)]));
+}
+
+const isText = (value) => typeof value === "string";
+const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+const isCount = (value) => Number.isInteger(value) && value >= 0;
+const isBoolean = (value) => typeof value === "boolean";
+const isShare = (value) => typeof value === "number" && value >= 0 && value <= 1;
+const listOf = (fits) => (value) => Array.isArray(value) && value.length <= 16 && value.every(fits);
+
+const REQUEST = {
+  model: isText,
+  methods: listOf((value) => isObject(value) && isText(value.name)),
+  targets: listOf(isObject),
+  topK: isCount,
+  layers: listOf(isText),
+  fusion: isText,
+  maxPredictions: isCount,
+  classMap: isBoolean,
+  rendering: isObject,
+};
+
+const STYLE = {
+  profile: isText,
+  sign: isText,
+  scale: (value) => value === "map" || value === "shared" || (typeof value === "number" && value > 0),
+  threshold: (value) => isObject(value) && (isShare(value.quantile) || value.value >= 0),
+  colormap: isText,
+  opacity: isShare,
+  fade: isBoolean,
+  smooth: isBoolean,
+  contourLines: (value) => isCount(value) && value <= 16,
+};
+
+/** Keep the properties of an object that have the expected types. */
+function keep(value, schema) {
+  return Object.fromEntries(Object.entries(asObject(value)).filter(([name, part]) => schema[name]?.(part)));
+}
+
+const readRequest = (value) => keep(value, REQUEST);
+const readStyle = (value) => keep(value, STYLE);

@@ -1,0 +1,218 @@
+/**
+ * Raw maps: decode them, read values at a point of the photo, resize them, and describe their values.
+ *
+ * A map is {height, width, data}: a Float32Array, row by row, signed and not normalised. It covers the part of the photo
+ * that the model saw, `photo.seen`. A value belongs to the centre of its cell.
+ */
+
+/** Decode base64 into bytes. */
+export function bytesOf(base64) {
+  const text = atob(base64);
+  const bytes = new Uint8Array(text.length);
+  for (let index = 0; index < text.length; index++) bytes[index] = text.charCodeAt(index);
+  return bytes;
+}
+
+/** Encode bytes as base64. */
+export function base64Of(bytes) {
+  const chunks = [];
+  for (let start = 0; start < bytes.length; start += 0x8000) {
+    chunks.push(String.fromCharCode(...bytes.subarray(start, start + 0x8000)));
+  }
+  return btoa(chunks.join(""));
+}
+
+/** Decode a `Heatmap` of the API's JSON into a map; throw a RangeError if it does not have height × width values. */
+export function decodeMap({ height = 0, width = 0, data = "" }) {
+  const bytes = bytesOf(data);
+  if (!height || !width || bytes.length !== 4 * height * width) {
+    throw new RangeError(`the heatmap does not have ${height} × ${width} values`);
+  }
+  const view = new DataView(bytes.buffer);
+  return { height, width, data: Float32Array.from({ length: height * width }, (_, index) => view.getFloat32(4 * index, true)) };
+}
+
+/** Encode a map as a `Heatmap` of the API's JSON. */
+export function encodeMap({ height, width, data }) {
+  const view = new DataView(new ArrayBuffer(4 * data.length));
+  data.forEach((value, index) => view.setFloat32(4 * index, value, true));
+  return { height, width, data: base64Of(new Uint8Array(view.buffer)) };
+}
+
+/** Read a `Photo` of the API's JSON, which leaves out zeros: {width, height, seen: {left, top, right, bottom}}. */
+export function readPhoto({ width = 0, height = 0, seen } = {}) {
+  const box = seen ? { left: 0, top: 0, right: 0, bottom: 0, ...seen } : { left: 0, top: 0, right: width, bottom: height };
+  return { width, height, seen: box };
+}
+
+const derived = new WeakMap();
+
+/** Return what `compute` makes of a map, whose values never change; keep the last one of each kind with the map. */
+export function keep(map, kind, key, compute) {
+  if (!derived.has(map)) derived.set(map, new Map());
+  const kept = derived.get(map);
+  if (kept.get(kind)?.key !== key) kept.set(kind, { key, value: compute() });
+  return kept.get(kind).value;
+}
+
+/** Return true if no value is NaN or infinite. */
+export function allFinite(map) {
+  return keep(map, "finite", "", () => map.data.every(Number.isFinite));
+}
+
+/**
+ * Pixels of an axis that a map covers, and how each is interpolated.
+ *
+ * @param first position of the map's first edge, in pixels; `last` is that of its other edge.
+ * @returns {start, length, low, high, weight}: the first covered pixel, their number, and for each pixel the cells
+ *   before and after its centre and the weight of the latter. A pixel is covered if its centre is; at least one is.
+ */
+export function axis(first, last, pixels, cells) {
+  const start = Math.min(Math.max(0, Math.ceil(first - 0.5)), pixels - 1);
+  const length = Math.max(start + 1, Math.min(pixels, Math.ceil(last - 0.5))) - start;
+  const low = new Int32Array(length);
+  const high = new Int32Array(length);
+  const weight = new Float32Array(length);
+  for (let index = 0; index < length; index++) {
+    const position = ((start + index + 0.5 - first) / (last - first)) * cells - 0.5;
+    const at = Math.min(Math.max(position, 0), cells - 1);
+    low[index] = Math.floor(at);
+    high[index] = Math.min(low[index] + 1, cells - 1);
+    weight[index] = at - low[index];
+  }
+  return { start, length, low, high, weight };
+}
+
+/** Replace interpolation weights with those of the nearest cell. */
+function nearest(steps) {
+  return { ...steps, weight: steps.weight.map(Math.round) };
+}
+
+/** Interpolate a map at the pixels of two axes; return a map of their lengths. */
+export function sample(map, rows, columns) {
+  const [height, width] = [rows.length, columns.length];
+  const wide = new Float32Array(map.height * width);
+  for (let row = 0; row < map.height; row++) {
+    const source = row * map.width;
+    const target = row * width;
+    for (let x = 0; x < width; x++) {
+      const low = map.data[source + columns.low[x]];
+      wide[target + x] = low + (map.data[source + columns.high[x]] - low) * columns.weight[x];
+    }
+  }
+  const data = new Float32Array(height * width);
+  for (let y = 0; y < height; y++) {
+    const [low, high, weight, target] = [rows.low[y] * width, rows.high[y] * width, rows.weight[y], y * width];
+    for (let x = 0; x < width; x++) data[target + x] = wide[low + x] + (wide[high + x] - wide[low + x]) * weight;
+  }
+  return { height, width, data };
+}
+
+/** Resize a map: bilinearly between the centres of its cells, or to the nearest cell. */
+export function resize(map, height, width, smooth = true) {
+  if (height === map.height && width === map.width) return map;
+  const along = smooth ? (steps) => steps : nearest;
+  return sample(map, along(axis(0, height, height, map.height)), along(axis(0, width, width, map.width)));
+}
+
+/** Reduce a map by averaging, each cell by the area that it shares with a new one; never enlarge it. */
+export function average(map, height, width) {
+  const narrow = transpose(averageRows(transpose(map), Math.min(width, map.width)));
+  return averageRows(narrow, Math.min(height, map.height));
+}
+
+function averageRows(map, rows) {
+  if (rows === map.height) return map;
+  const ratio = map.height / rows;
+  const data = new Float32Array(rows * map.width);
+  for (let row = 0; row < rows; row++) {
+    const [top, bottom] = [row * ratio, (row + 1) * ratio];
+    for (let source = Math.floor(top); source < Math.min(Math.ceil(bottom - 1e-9), map.height); source++) {
+      const share = (Math.min(source + 1, bottom) - Math.max(source, top)) / ratio;
+      for (let x = 0; x < map.width; x++) data[row * map.width + x] += share * map.data[source * map.width + x];
+    }
+  }
+  return { height: rows, width: map.width, data };
+}
+
+/** Exchange the rows and columns of a map. */
+export function transpose({ height, width, data }) {
+  const turned = new Float32Array(data.length);
+  for (let row = 0; row < height; row++) {
+    for (let column = 0; column < width; column++) turned[column * height + row] = data[row * width + column];
+  }
+  return { height: width, width: height, data: turned };
+}
+
+/** Scale a photo's geometry to a display of `width` × `height` pixels: {width, height, seen}. */
+export function scalePhoto({ width, height, seen }, newWidth, newHeight) {
+  const [across, down] = [newWidth / width, newHeight / height];
+  const { left, top, right, bottom } = seen;
+  return {
+    width: newWidth,
+    height: newHeight,
+    seen: { left: left * across, top: top * down, right: right * across, bottom: bottom * down },
+  };
+}
+
+/**
+ * Interpolate a map on the pixels of a photo or of a display of it.
+ *
+ * @returns {left, top, height, width, data}: the pixels that the model saw, and the position of the first one.
+ */
+export function onPixels(map, { width, height, seen }, smooth = true) {
+  const along = smooth ? (steps) => steps : nearest;
+  const rows = along(axis(seen.top, seen.bottom, height, map.height));
+  const columns = along(axis(seen.left, seen.right, width, map.width));
+  return { left: columns.start, top: rows.start, ...sample(map, rows, columns) };
+}
+
+/** Return a map's value at a point of the photo (x and y in its pixels), or null where the model did not see it. */
+export function valueAt(map, { seen }, x, y, smooth = true) {
+  const across = (x - seen.left) / (seen.right - seen.left);
+  const down = (y - seen.top) / (seen.bottom - seen.top);
+  if (!(across >= 0 && across <= 1 && down >= 0 && down <= 1)) return null;
+  const [column, row] = [cellAt(across, map.width), cellAt(down, map.height)];
+  const value = (r, c) => map.data[r * map.width + c];
+  if (!smooth) return value(Math.min(Math.floor(down * map.height), map.height - 1), Math.min(Math.floor(across * map.width), map.width - 1));
+  const [upper, lower] = [row.low, row.high].map(
+    (r) => value(r, column.low) + (value(r, column.high) - value(r, column.low)) * column.weight,
+  );
+  return upper + (lower - upper) * row.weight;
+}
+
+function cellAt(share, cells) {
+  const at = Math.min(Math.max(share * cells - 0.5, 0), cells - 1);
+  const low = Math.floor(at);
+  return { low, high: Math.min(low + 1, cells - 1), weight: at - low };
+}
+
+/**
+ * Return the strongest value that a sign shows, its cell, and the cell's centre in the photo: {value, row, column, x, y}.
+ *
+ * @param sign as in a drawing style: the strongest value is the smallest for "negative".
+ */
+export function peak(map, { seen }, sign = "positive") {
+  const strength = { positive: (value) => value, negative: (value) => -value }[sign] ?? Math.abs;
+  const best = map.data.reduce((most, value, index) => (strength(value) > strength(map.data[most]) ? index : most), 0);
+  const [row, column] = [Math.floor(best / map.width), best % map.width];
+  return {
+    value: map.data[best],
+    row,
+    column,
+    x: seen.left + ((column + 0.5) / map.width) * (seen.right - seen.left),
+    y: seen.top + ((row + 0.5) / map.height) * (seen.bottom - seen.top),
+  };
+}
+
+/** Return the quantile of sorted values, interpolated linearly between them, as `numpy.quantile` does by default. */
+export function quantileOfSorted(sorted, share) {
+  const at = share * (sorted.length - 1);
+  const low = Math.floor(at);
+  return sorted[low] + (sorted[Math.min(low + 1, sorted.length - 1)] - sorted[low]) * (at - low);
+}
+
+/** Return the quantile of values. */
+export function quantile(values, share) {
+  return quantileOfSorted(Float32Array.from(values).sort(), share);
+}

@@ -1,0 +1,202 @@
+/** Receipts of explanations, as the Python client writes and reads them. */
+import { bytesOf } from "./maps.js";
+import { sha256 } from "./sha256.js";
+
+export const FORMAT = "camserve receipt 1";
+const FUSIONS = { FUSION_MEAN: "mean", FUSION_MAX: "max", FUSION_PRODUCT: "product" };
+const SEPARATOR = " + "; // joins the names of fused layers
+const TEXTS = ["model", "source", "weights", "digest", "precision", "device", "image_sha256", "input_sha256", "method"];
+
+/** A number that Python writes as a float: 3 is "3.0". */
+class Float {
+  constructor(value) {
+    this.value = value;
+  }
+}
+
+/**
+ * Return the receipt of an explanation as JSON text; null if the server sent none.
+ *
+ * @param response ExplainResponse in the API's JSON.
+ * @param index index of the explanation.
+ * @param request the ExplainRequest; a response leaves out the image of a similarity.
+ */
+export function receiptText(response, index, request = {}) {
+  if (!response.receipt) return null;
+  const explanation = response.explanations[index];
+  const { targets = [] } = request;
+  const requested = targets.length ? targets[index % targets.length] : null;
+  const { source = "", weights = "", digest = "", precision = "", device = "", versions = {} } = response.receipt;
+  const { imageSha256 = "", inputSha256 = "" } = response.receipt;
+  const content = {
+    format: FORMAT,
+    ...{ model: response.model ?? "", source, weights, digest, precision, device, versions },
+    ...{ image_sha256: imageSha256, input_sha256: inputSha256 },
+    ...fieldsOf(explanation, requested),
+  };
+  return write(content, "");
+}
+
+function fieldsOf(explanation, requested) {
+  const { method = "", layer = "", parameters = {}, score = 0, verdict = "VERDICT_UNSPECIFIED" } = explanation;
+  return {
+    method,
+    parameters: Object.fromEntries(Object.entries(parameters).map(([name, value]) => [name, plainParameter(value)])),
+    augmentation_smoothing: explanation.augmentationSmoothing ?? false,
+    eigen_smoothing: explanation.eigenSmoothing ?? false,
+    layers: layer ? layer.split(SEPARATOR) : [],
+    fusion: FUSIONS[explanation.fusion] ?? null,
+    target: targetOf(explanation.resolvedTarget ?? {}, requested),
+    score: jsonNumber(score, Math.fround),
+    verdict: verdict.replace("VERDICT_", ""),
+    heatmap: explanation.heatmap ? heatmapOf(explanation.heatmap) : null,
+  };
+}
+
+function plainParameter(parameter) {
+  return "text" in parameter ? parameter.text : jsonNumber(parameter.number ?? 0);
+}
+
+/** Convert a number of protobuf's JSON, in which NaN and infinities are strings, as the Python client writes it. */
+function jsonNumber(number, round = (value) => value) {
+  const value = Number(number);
+  if (Number.isFinite(value)) return new Float(round(value));
+  return Number.isNaN(value) ? "nan" : value > 0 ? "inf" : "-inf";
+}
+
+function targetOf(resolved, requested) {
+  const lacksImage = resolved.similarity && !resolved.similarity.image;
+  return snake(lacksImage && requested ? requested : resolved);
+}
+
+/** Rename the fields of a target as in the .proto file, and mark its floats. */
+function snake(value, name = "") {
+  if (Array.isArray(value)) return value.map((item) => snake(item));
+  if (value && typeof value === "object") {
+    return Object.fromEntries(Object.entries(value).map(([key, part]) => [snakeName(key), snake(part, key)]));
+  }
+  return ["weight", "left", "top", "right", "bottom"].includes(name) ? jsonNumber(value) : value;
+}
+
+function snakeName(name) {
+  return name.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`);
+}
+
+function camel(value) {
+  if (Array.isArray(value)) return value.map(camel);
+  if (!value || typeof value !== "object") return value;
+  const rename = (name) => name.replace(/_([a-z])/g, (_, letter) => letter.toUpperCase());
+  return Object.fromEntries(Object.entries(value).map(([key, part]) => [rename(key), camel(part)]));
+}
+
+function heatmapOf({ height = 0, width = 0, data = "" }) {
+  return { height, width, sha256: sha256(bytesOf(data)), data };
+}
+
+/** Write a value as `json.dumps(value, indent=2, ensure_ascii=False)` does in Python. */
+function write(value, indent) {
+  if (value instanceof Float) return pythonFloat(value.value);
+  if (value === null || typeof value !== "object") return JSON.stringify(value);
+  const inner = `${indent}  `;
+  const isList = Array.isArray(value);
+  const items = isList
+    ? value.map((item) => inner + write(item, inner))
+    : Object.entries(value).map(([key, part]) => `${inner}${JSON.stringify(key)}: ${write(part, inner)}`);
+  const [open, close] = isList ? "[]" : "{}";
+  return items.length ? `${open}\n${items.join(",\n")}\n${indent}${close}` : open + close;
+}
+
+/** Write a number as Python's repr of a float. */
+export function pythonFloat(value) {
+  if (value === 0) return Object.is(value, -0) ? "-0.0" : "0.0";
+  const [digits, exponent] = value.toExponential().split("e");
+  const power = Number(exponent);
+  if (power >= -4 && power < 16) {
+    const plain = String(value);
+    return plain.includes(".") ? plain : `${plain}.0`;
+  }
+  return `${digits}e${power < 0 ? "-" : "+"}${String(Math.abs(power)).padStart(2, "0")}`;
+}
+
+/**
+ * Read a receipt that this page or the Python client wrote.
+ *
+ * @returns the receipt's fields, by the names in the file.
+ * @throws Error with a message for people if the text is not a receipt.
+ */
+export function readReceipt(text) {
+  const content = parse(text);
+  for (const [name, expected, fits] of CHECKS) {
+    if (!(name in content)) throw new Error(`the receipt has no "${name}"`);
+    if (!fits(content[name])) throw new Error(`"${name}" of the receipt must be ${expected}`);
+  }
+  return content;
+}
+
+function parse(text) {
+  let content;
+  try {
+    content = JSON.parse(text);
+  } catch (error) {
+    throw new Error(`not a camserve receipt: it is not JSON (${error.message})`);
+  }
+  if (!isObject(content)) throw new Error("not a camserve receipt: it is not a JSON object");
+  if (content.format === FORMAT) return content;
+  if (typeof content.format === "string" && content.format.startsWith("camserve receipt")) {
+    throw new Error(`the receipt has the format ${JSON.stringify(content.format.slice(0, 60))}; this page reads "${FORMAT}"`);
+  }
+  throw new Error(`not a camserve receipt: its "format" is not "${FORMAT}"`);
+}
+
+const isText = (value) => typeof value === "string";
+const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+const isBoolean = (value) => typeof value === "boolean";
+const isNumber = (value) => typeof value === "number" || (isText(value) && /^-?(inf|nan|\d)/i.test(value));
+const entries = (value, fits) => isObject(value) && Object.values(value).every(fits);
+
+const CHECKS = [
+  ...TEXTS.map((name) => [name, "a string", isText]),
+  ["versions", "an object of strings", (value) => entries(value, isText)],
+  ["parameters", "an object of numbers and strings", (value) => entries(value, (item) => isText(item) || typeof item === "number")],
+  ["augmentation_smoothing", "true or false", isBoolean],
+  ["eigen_smoothing", "true or false", isBoolean],
+  ["layers", "a list of names", (value) => Array.isArray(value) && value.every(isText)],
+  ["fusion", "null, mean, max, product", (value) => value === null || Object.values(FUSIONS).includes(value)],
+  ["target", "a target", isTarget],
+  ["score", "a number", isNumber],
+  ["verdict", "a verdict", isText],
+  ["heatmap", "null or a map that matches its SHA-256", (value) => value === null || isIntact(value)],
+];
+
+const KINDS = ["class_index", "label", "contrast", "finer", "similarity", "segment", "detection"];
+
+function isTarget(value) {
+  return isObject(value) && KINDS.some((kind) => kind in value || camelKind(kind) in value);
+}
+
+function camelKind(kind) {
+  return Object.keys(camel({ [kind]: 0 }))[0];
+}
+
+function isIntact(heatmap) {
+  try {
+    const bytes = bytesOf(heatmap.data);
+    return bytes.length === 4 * heatmap.height * heatmap.width && sha256(bytes) === heatmap.sha256;
+  } catch {
+    return false;
+  }
+}
+
+/** Return the ExplainRequest, in the API's JSON and without the image, that computes a receipt's explanation again. */
+export function requestOf(receipt) {
+  const smoothing = { augmentationSmoothing: receipt.augmentation_smoothing, eigenSmoothing: receipt.eigen_smoothing };
+  const parameter = (value) => (isText(value) ? { text: value } : { number: value });
+  const parameters = Object.fromEntries(Object.entries(receipt.parameters).map(([name, value]) => [name, parameter(value)]));
+  const request = {
+    model: receipt.model,
+    methods: [{ name: receipt.method, parameters, ...smoothing }],
+    targets: [camel(receipt.target)],
+    layers: receipt.layers,
+  };
+  return receipt.fusion ? { ...request, fusion: `FUSION_${receipt.fusion.toUpperCase()}` } : request;
+}

@@ -1,0 +1,156 @@
+/** A request as a Python call of the SDK, and as a curl command of the HTTP/JSON API. */
+
+const OPEN = "photo.jpg";
+const OTHER = "other.jpg";
+
+/** Quote text as a Python string literal; characters that editors do not show are escaped. */
+export function pythonString(text) {
+  return JSON.stringify(text).replace(/[\u007f-\u00a0\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g, (character) =>
+    `\\u${character.charCodeAt(0).toString(16).padStart(4, "0")}`,
+  );
+}
+
+/** Quote text for a POSIX shell. */
+export function shellString(text) {
+  return /^[\w./:@%+=,-]+$/.test(text) ? text : `'${text.replaceAll("'", `'\\''`)}'`;
+}
+
+function pythonValue(value) {
+  if (value === null || value === undefined) return "None";
+  if (typeof value === "boolean") return value ? "True" : "False";
+  if (typeof value === "string") return pythonString(value);
+  if (Array.isArray(value)) return `[${value.map(pythonValue).join(", ")}]`;
+  if (typeof value === "object") {
+    return `{${Object.entries(value).map(([name, part]) => `${pythonString(name)}: ${pythonValue(part)}`).join(", ")}}`;
+  }
+  return String(value);
+}
+
+const word = (name, prefix) => name.replace(prefix, "").toLowerCase();
+const className = (name) => ("label" in name ? pythonString(name.label) : String(name.classIndex ?? 0));
+const box = ({ left = 0, top = 0, right = 0, bottom = 0 }) => `(${[left, top, right, bottom].join(", ")})`;
+
+const TARGETS = {
+  contrast: ({ why, whyNot }) => `camserve.contrast(${className(why)}, ${className(whyNot)})`,
+  finer: ({ why, against = [], weight }) => {
+    const parts = [why, ...against].map(className);
+    return `camserve.finer(${[...parts, ...(weight === undefined ? [] : [`weight=${weight}`])].join(", ")})`;
+  },
+  similarity: (_, other) => `camserve.similarity(${pythonString(other)})`,
+  segment: ({ className: name, region }) => `camserve.segment(${className(name)}${region ? `, ${box(region)}` : ""})`,
+  detection: ({ className: name, box: edges }) => `camserve.detection(${className(name)}${edges ? `, ${box(edges)}` : ""})`,
+};
+
+function pythonTarget(target, other) {
+  const kind = Object.keys(TARGETS).find((name) => target[name]);
+  if (kind) return TARGETS[kind](target[kind], other);
+  return target.softmax ? `camserve.probability(${className(target)})` : className(target);
+}
+
+function pythonMethod({ name, parameters = {}, augmentationSmoothing = false, eigenSmoothing = false }) {
+  const values = Object.fromEntries(
+    Object.entries(parameters).map(([key, parameter]) => [key, parameter.text ?? Number(parameter.number ?? 0)]),
+  );
+  const options = [
+    ...(Object.keys(values).length ? [pythonValue(values)] : []),
+    ...(augmentationSmoothing ? ["augmentation_smoothing=True"] : []),
+    ...(eigenSmoothing ? ["eigen_smoothing=True"] : []),
+  ];
+  return options.length ? `camserve.Method(${[pythonString(name), ...options].join(", ")})` : pythonString(name);
+}
+
+const FORMATS = { IMAGE_FORMAT_JPEG: "jpeg", IMAGE_FORMAT_PNG: "png", IMAGE_FORMAT_WEBP: "webp" };
+
+/** Return the keyword arguments of Client.explain for a request: [name, Python code]. Defaults are left out. */
+function keywords(request, other) {
+  const { model, methods = [], targets = [], layers = [], topK, maxPredictions, fusion } = request;
+  const list = (items) => (items.length === 1 ? items[0] : `[${items.join(", ")}]`);
+  const given = [
+    ["model", model && pythonString(model)],
+    ["methods", methods.length && list(methods.map(pythonMethod))],
+    ["targets", targets.length && list(targets.map((target) => pythonTarget(target, other)))],
+    ["layers", layers.length && list(layers.map(pythonString))],
+    ["fusion", fusion && fusion !== "FUSION_UNSPECIFIED" && pythonString(word(fusion, "FUSION_"))],
+    ["top_k", topK !== undefined && topK !== 1 && String(topK)],
+    ["class_map", request.classMap && "True"],
+    ["max_predictions", maxPredictions !== undefined && maxPredictions !== 5 && String(maxPredictions)],
+    ...renderingKeywords(request.rendering ?? {}),
+  ];
+  return given.filter(([, code]) => code);
+}
+
+function renderingKeywords(rendering) {
+  const { overlay, heatmap = false, heatmapImage, colormap, alpha, maxSide, quality, intensity } = rendering;
+  const { sharedScale, scaleValue, thresholdQuantile, thresholdValue, contourLines, colorBar, fade } = rendering;
+  const format = FORMATS[overlay] ?? null;
+  const profile = word(rendering.profile ?? "", "PROFILE_").replace("_", "-");
+  const sign = word(rendering.sign ?? "", "SIGN_");
+  const numbers = { scale: scaleValue, threshold: thresholdQuantile, threshold_value: thresholdValue };
+  return [
+    ["heatmap", !heatmap && "False"],
+    ["overlay", format !== "jpeg" && pythonValue(format)],
+    ["heatmap_image", FORMATS[heatmapImage] && pythonString(FORMATS[heatmapImage])],
+    ["colormap", colormap && pythonString(colormap)],
+    ["alpha", alpha !== undefined && alpha !== 0.5 && String(alpha)],
+    ["max_side", maxSide && String(maxSide)],
+    ["quality", quality && String(quality)],
+    ["profile", !["", "unspecified", "paper"].includes(profile) && pythonString(profile)],
+    ["sign", !["", "unspecified"].includes(sign) && pythonString(sign)],
+    ["scale", sharedScale && pythonString("request")],
+    ...Object.entries(numbers).map(([name, value]) => [name, value !== undefined && String(value)]),
+    ["contour_lines", contourLines && String(contourLines)],
+    ["color_bar", colorBar && "True"],
+    ["fade", fade && "True"],
+    ["intensity", intensity && "True"],
+    ["regions", rendering.regions && regionOptions(rendering.regions)],
+  ];
+}
+
+function regionOptions({ quantile, mass, maxRegions, draw, masks }) {
+  const given = { quantile, mass, max_regions: maxRegions, draw: draw || undefined, masks: masks || undefined };
+  const options = Object.entries(given).filter(([, value]) => value !== undefined);
+  return options.length ? `camserve.RegionOptions(${options.map(([name, value]) => `${name}=${pythonValue(value)}`).join(", ")})` : "True";
+}
+
+/**
+ * Return Python code that sends a request with the SDK.
+ *
+ * @param request ExplainRequest in the API's JSON; its image is ignored.
+ * @param options {address, photo, other, token}: the server's gRPC address, file names of the photo and of a
+ *   similarity's photo, and true if the server needs a token, which is read from CAMSERVE_TOKEN.
+ */
+export function asPython(request, { address = "localhost:50051", photo = OPEN, other = OTHER, token = false } = {}) {
+  const access = token ? ', token=os.environ["CAMSERVE_TOKEN"]' : "";
+  const options = [pythonString(photo), ...keywords(request, other).map(([name, code]) => `${name}=${code}`)];
+  return [
+    ...(token ? ["import os", ""] : []),
+    "import camserve",
+    "",
+    `with camserve.Client(${pythonString(address)}${access}) as client:`,
+    "    result = client.explain(",
+    ...options.map((option) => `        ${option},`),
+    "    )",
+    "for explanation in result.explanations:",
+    "    print(explanation.title, explanation.method, explanation.verdict)",
+    "",
+  ].join("\n");
+}
+
+/**
+ * Return a shell command that sends a request to the HTTP/JSON API with curl.
+ *
+ * @param options {address, photo, other, token}: as for asPython, but with the server's HTTP address.
+ */
+export function asCurl(request, { address = "http://localhost:8080", photo = OPEN, other = OTHER, token = false } = {}) {
+  const [photoMark, otherMark] = ["\u0000photo\u0000", "\u0000other\u0000"];
+  const { image: _, targets = [], ...rest } = request;
+  const filled = targets.map((target) => (target.similarity ? { ...target, similarity: { image: otherMark } } : target));
+  const body = { ...rest, ...(filled.length ? { targets: filled } : {}), image: photoMark };
+  const marks = { [JSON.stringify(photoMark).slice(1, -1)]: photo, [JSON.stringify(otherMark).slice(1, -1)]: other };
+  const pieces = JSON.stringify(body).split(/(\\u0000(?:photo|other)\\u0000)/);
+  const commands = pieces.map((piece) =>
+    piece in marks ? `base64 < ${shellString(marks[piece])} | tr -d '\\n'` : `printf %s ${shellString(piece)}`,
+  );
+  const access = token ? '  -H "Authorization: Bearer $CAMSERVE_TOKEN" \\\n' : "";
+  return `{ ${commands.join(";\n  ")}; } |\ncurl --fail-with-body --data-binary @- \\\n  -H 'Content-Type: application/json' \\\n${access}  ${shellString(`${address.replace(/\/$/, "")}/camserve.v1.ExplainService/Explain`)}\n`;
+}

@@ -1,0 +1,102 @@
+/** The choice of layers: the model's modules as a tree. Layers that cannot be explained say why. */
+import { choice, fill, h, labelled } from "../dom.js";
+import { ask, mainModel, on, state } from "../state.js";
+import { detailsOf } from "../server.js";
+
+const MOST_LAYERS = 8;
+const FUSIONS = [
+  ["", "A map for each layer"],
+  ["FUSION_MEAN", "One map: their mean"],
+  ["FUSION_MAX", "One map: their maximum"],
+  ["FUSION_PRODUCT", "One map: their product"],
+];
+
+const chips = h("ul", { class: "chips", "aria-label": "Chosen layers" });
+const usual = h("p", { class: "hint" });
+const tree = h("div", { class: "tree" });
+const fusion = h("div");
+const search = h("input", { type: "search", placeholder: "Find a layer", "aria-label": "Find a layer", oninput: showTree });
+const all = h("details", { class: "all", ontoggle: showTree }, h("summary", {}, "Choose layers"), search, tree);
+const open = new Set(); // names of the opened branches
+
+/** Return the control. */
+export function layersControl() {
+  return h("fieldset", { "data-field": "layers" }, h("legend", {}, "Layers"), usual, chips, fusion, all);
+}
+
+const chosen = () => state.ask.layers[mainModel()?.name] ?? [];
+
+/** Explain a layer of the first model too, or no longer. */
+export function toggleLayer(name, isOn) {
+  const names = chosen().filter((other) => other !== name);
+  const next = isOn ? [...names, name].slice(-MOST_LAYERS) : names;
+  ask({ layers: { ...state.ask.layers, [mainModel().name]: next } });
+}
+
+function show() {
+  const model = mainModel();
+  if (!model) return;
+  const names = chosen();
+  usual.hidden = names.length > 0;
+  usual.textContent = `The model's default layer, ${model.defaultLayer}.`;
+  fill(chips, names.map(chip));
+  fill(fusion, names.length > 1 ? labelled("Several layers give", choice(FUSIONS, state.ask.fusion, (value) => ask({ fusion: value }))) : null);
+  showTree();
+}
+
+function chip(name, index) {
+  return h("li", { class: "chip", "data-field": `layers[${index}]` }, h("span", {}, name), h("button", { type: "button", class: "remove", "aria-label": `Remove ${name}`, onclick: () => toggleLayer(name, false) }, "×"));
+}
+
+async function showTree() {
+  const model = mainModel();
+  if (!model || !all.open) return;
+  const { layers } = await detailsOf(model.name).catch(() => ({ layers: [] }));
+  const text = search.value.trim().toLowerCase();
+  const focused = document.activeElement?.dataset?.layer;
+  if (text) {
+    const found = layers.filter(({ name, type = "" }) => `${name} ${type}`.toLowerCase().includes(text)).slice(0, 100);
+    fill(tree, h("ul", {}, found.map((layer) => h("li", {}, row(layer, layer.name)))));
+  } else {
+    fill(tree, branch(grow(layers), ""));
+  }
+  if (focused) tree.querySelector(`[data-layer="${CSS.escape(focused)}"]`)?.focus();
+}
+
+/** Return the layers as a tree: {layer, children} by the parts of their names, in the order in which they run. */
+function grow(layers) {
+  const root = { children: new Map() };
+  for (const layer of layers) {
+    let node = root;
+    for (const part of layer.name.split(".")) {
+      if (!node.children.has(part)) node.children.set(part, { children: new Map() });
+      node = node.children.get(part);
+    }
+    node.layer = layer;
+  }
+  return root;
+}
+
+function branch({ children }, prefix) {
+  return h("ul", {}, [...children].map(([part, node]) => leaf(part, node, prefix ? `${prefix}.${part}` : part)));
+}
+
+function leaf(part, node, name) {
+  if (!node.children.size) return h("li", {}, row(node.layer, part));
+  const isOpen = open.has(name);
+  const toggle = () => {
+    if (!open.delete(name)) open.add(name);
+    showTree();
+  };
+  const button = h("button", { type: "button", class: "toggle", "aria-expanded": String(isOpen), "aria-label": `Layers in ${name}`, "data-layer": `${name}/`, onclick: toggle }, isOpen ? "▾" : "▸");
+  return h("li", {}, h("div", { class: "line start" }, button, node.layer ? row(node.layer, part) : h("span", {}, part)), isOpen ? branch(node, name) : null);
+}
+
+function row({ name, type = "", explainable = false, reason = "", gridHeight = 0, gridWidth = 0 }, text) {
+  const isOn = chosen().includes(name);
+  const box = h("input", { type: "checkbox", checked: isOn, disabled: !explainable && !isOn, "data-layer": name, onchange: ({ target }) => toggleLayer(name, target.checked) });
+  const grid = explainable ? `${gridHeight} × ${gridWidth}` : reason;
+  return h("label", { class: explainable ? "layer" : "layer refused", title: name }, box, h("span", {}, text), h("small", {}, `${type}${grid ? `, ${grid}` : ""}`));
+}
+
+on(["models", "ask"], show);

@@ -1,0 +1,91 @@
+/** The predictions with bars; a click explains one, adds it, or contrasts it with the one that is explained. */
+import { byId, fill, h, segmented } from "../dom.js";
+import { count, probability } from "../lib/words.js";
+import { mainModel, on, state } from "../state.js";
+import { choose, classOf, isAsked } from "../targets.js";
+import { classColour } from "./marks.js";
+
+const FIRST = 5;
+const MODES = [
+  ["only", "Explain"],
+  ["add", "Add"],
+  ["contrast", "Contrast"],
+];
+const MODE_HINTS = {
+  only: "Click a prediction to see why the model made it.",
+  add: "Click predictions to add their maps, or to remove them.",
+  contrast: "Click another prediction to see why the model prefers the explained one to it.",
+};
+
+let mode = "only";
+let showAll = false;
+
+/** Return what a click on a prediction does: "only", "add" or "contrast". */
+export const clickMode = () => (mode === "contrast" && !hasClasses() ? "only" : mode);
+
+const hasClasses = () => ["classify", "multilabel", "regress"].includes(mainModel()?.task);
+
+function draw() {
+  const panel = byId("predictions");
+  if (!panel) return;
+  const results = state.results.filter(({ response }) => response);
+  if (!results.length) return fill(panel, waitingText());
+  const modes = hasClasses() ? MODES : MODES.slice(0, 2);
+  const hint = h("p", { class: "hint" }, MODE_HINTS[clickMode()]);
+  const pickMode = segmented("A click on a prediction", modes, clickMode(), (value) => {
+    mode = value;
+    hint.textContent = MODE_HINTS[mode];
+  });
+  fill(panel, h("h2", {}, "Predictions"), h("div", { class: "row" }, pickMode), hint, results.map((result, index) => listOf(result, index, results.length)));
+}
+
+function waitingText() {
+  if (!state.photo || state.run.status !== "running") return null;
+  return [h("h2", {}, "Predictions"), h("div", { class: "skeleton" }), h("div", { class: "skeleton" }), h("div", { class: "skeleton" })];
+}
+
+function listOf({ model, response }, index, models) {
+  const { predictions = [] } = response;
+  const title = models > 1 ? h("h3", {}, model) : null;
+  if (!predictions.length) return [title, h("p", { class: "hint" }, emptyText())];
+  const shown = showAll ? predictions : predictions.slice(0, FIRST);
+  const items = shown.map((prediction) => h("li", {}, row(prediction, index === 0)));
+  const more = predictions.length > FIRST && h("button", { type: "button", class: "quiet", onclick: toggleAll }, showAll ? "Show fewer" : `Show ${count(predictions.length - FIRST, "more").replace(/s$/, "")}`);
+  return [title, h("ol", { class: "predictions", "aria-label": `Predictions of ${model}` }, items), more];
+}
+
+const emptyText = () =>
+  mainModel()?.task === "embed" ? "This model returns an embedding, so it has no classes. Choose another photo as target." : "The model found nothing in this photo.";
+
+function toggleAll() {
+  showAll = !showAll;
+  draw();
+}
+
+function row(prediction, isMain) {
+  const { classIndex = 0, label = "", probability: share = 0, score = 0, area = 0 } = prediction;
+  const isNumber = mainModel()?.task === "regress";
+  const text = isNumber ? score.toPrecision(3) : probability(share);
+  const bar = h("span", { class: "bar", "aria-hidden": "true" });
+  bar.style.width = `${Math.max(0.5, 100 * share)}%`;
+  const parts = [bar, swatch(classIndex), h("span", { class: "name" }, label || `class ${classIndex}`), h("span", { class: "value" }, text), area ? h("small", {}, `${probability(area)} of the photo`) : null];
+  const against = state.ask.targets.some(({ contrast }) => contrast?.whyNot?.classIndex === classIndex);
+  const pressed = isAsked(prediction) || against || isExplained(classIndex, isMain);
+  return h("button", { type: "button", class: against ? "prediction against" : "prediction", "aria-pressed": String(pressed), onclick: () => choose(prediction, clickMode()) }, parts);
+}
+
+function swatch(classIndex) {
+  if (mainModel()?.task !== "segment") return null;
+  const colour = h("span", { class: "swatch", "aria-hidden": "true" });
+  colour.style.background = classIndex ? classColour(classIndex) : "transparent";
+  return colour;
+}
+
+/** Return true if no target is chosen and a map explains the class, or if a contrast explains it. */
+function isExplained(classIndex, isMain) {
+  if (state.ask.targets.length) return state.ask.targets.some((target) => target.contrast && classOf(target) === classIndex);
+  const models = state.cells.filter(({ model }) => !isMain || model === state.ask.models[0]);
+  return mainModel()?.task !== "detect" && models.some(({ explanation }) => (explanation.target?.classIndex ?? 0) === classIndex);
+}
+
+on(["results", "run", "ask"], draw);

@@ -1,0 +1,98 @@
+/** Save and share: the picture and numbers of a map, its receipt, a link, and the request as code. */
+import { choice, download, fill, h, labelled, newId, say } from "../dom.js";
+import { receiptText } from "../lib/receipt.js";
+import { asCurl, asPython } from "../lib/snippets.js";
+import { changed, link, on, requestFor, state } from "../state.js";
+import { api } from "../server.js";
+import { titleOf } from "./cell.js";
+import { csvOf, npyOf, pictureOf } from "./exports.js";
+import { openReceipt, receiptReport } from "./receipts.js";
+
+const saving = h("div", { class: "stack" });
+const code = h("div", { class: "stack" });
+const opener = h("input", { type: "file", class: "unseen", id: newId("receipt"), accept: ".json,application/json", onchange: open });
+const linked = h("button", { type: "button", onclick: copyLink }, "Copy the link");
+
+async function open() {
+  const [file] = opener.files;
+  opener.value = "";
+  if (file) await openReceipt(file);
+}
+
+/** Return the content of the tab. */
+export function sharePanel() {
+  return [
+    saving,
+    h("h3", {}, "Link and receipt"),
+    h("div", { class: "row" }, linked, opener, h("label", { class: "button", for: opener.id }, "Open a receipt")),
+    h("p", { class: "hint" }, "The link restores everything but the photo. A receipt has what is needed to compute a map again and to compare it."),
+    receiptReport(),
+    code,
+  ];
+}
+
+function current() {
+  return state.cells.find(({ id }) => id === state.picks.at(-1)) ?? state.cells[0];
+}
+
+function show() {
+  const cell = current();
+  fill(saving, cell ? savingOf(cell) : h("p", { class: "hint" }, "There is no map to save yet."));
+  showCode();
+}
+
+function savingOf(cell) {
+  const options = state.cells.map((option) => [option.id, titleOf(option)]);
+  const pick = (id) => {
+    state.picks = [...state.picks.filter((other) => other !== id), id].slice(-2);
+    changed("picks");
+  };
+  const name = fileName(cell);
+  const receipt = () => download(`${name}.receipt.json`, receiptText(cell.response, cell.index, cell.request) ?? "", "application/json");
+  const buttons = [
+    ["Picture (PNG)", async () => download(`${name}.png`, await pictureOf(cell), "image/png")],
+    ["Numbers (.npy)", () => download(`${name}.npy`, npyOf(cell.map), "application/octet-stream")],
+    ["Numbers (CSV)", () => download(`${name}.csv`, csvOf(cell.map), "text/csv")],
+    ["Receipt (JSON)", receipt],
+  ];
+  return [labelled("Map", choice(options, cell.id, pick)), h("div", { class: "row" }, buttons.map(([text, onclick]) => h("button", { type: "button", onclick }, text)))];
+}
+
+function fileName({ source, explanation }) {
+  const stem = (source.name || "photo").replace(/\.[^.]*$/, "");
+  return [stem, explanation.method, explanation.layer].filter(Boolean).join(".").replace(/[^\w.-]+/g, "_");
+}
+
+function showCode() {
+  const [model] = state.ask.models;
+  if (!model) return;
+  const { image, ...request } = { ...requestFor(model), maxPredictions: undefined };
+  const options = { photo: state.photo?.name || "photo.jpg", token: api.token !== "" };
+  const base = location.href.split("#")[0].replace(/\/[^/]*$/, "");
+  const python = asPython(request, { ...options, address: `${location.hostname}:50051` });
+  fill(code, snippet("As Python", python, "The port is that of gRPC; 50051 unless the server was told another one."), snippet("As curl", asCurl(request, { ...options, address: base })));
+}
+
+function snippet(title, text, hint = "") {
+  const copy = h("button", { type: "button", "aria-label": `Copy ${title}`, onclick: () => put(text, copy) }, "Copy");
+  return h("section", {}, h("div", { class: "line" }, h("h3", {}, title), copy), h("pre", { tabindex: "0", "aria-label": title }, h("code", {}, text)), hint ? h("p", { class: "hint" }, hint) : null);
+}
+
+function copyLink() {
+  put(link(), linked);
+}
+
+async function put(text, button) {
+  const before = button.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+    say("Copied");
+  } catch {
+    button.textContent = "This browser does not allow it";
+  }
+  setTimeout(() => (button.textContent = before), 1500);
+}
+
+on(["results", "picks"], show);
+on(["ask", "photo"], showCode);

@@ -1,0 +1,128 @@
+/** The choice of targets: the first predictions, classes found by their labels, or another photo to compare with. */
+import { checkbox, debounced, fill, h, labelled, newId } from "../dom.js";
+import { base64Of } from "../lib/maps.js";
+import { ask, mainModel, on, state } from "../state.js";
+import { detailsOf } from "../server.js";
+import { classOf, isSame, nameOf, targetOf } from "../targets.js";
+
+const MOST_FOUND = 12;
+const MOST_TARGETS = 16;
+
+const chips = h("ul", { class: "chips", "aria-label": "Chosen targets" });
+const count = h("input", { type: "number", min: 1, max: 16, step: 1, value: 1, oninput: countChanged });
+const countField = labelled("Number of first predictions", count);
+const kinds = h("div", { class: "switches" });
+const listId = newId("labels");
+const list = h("ul", { id: listId, class: "found", role: "listbox", "aria-label": "Classes", hidden: true });
+const search = h("input", { type: "search", placeholder: "Find a class", "aria-label": "Find a class", role: "combobox", "aria-expanded": "false", "aria-controls": listId, "aria-autocomplete": "list", autocomplete: "off", oninput: debounced(find, 100), onkeydown: key });
+const finder = h("div", { class: "finder" }, search, list);
+const other = h("input", { type: "file", class: "unseen", id: newId("other"), accept: "image/jpeg,image/png,image/webp,image/bmp", onchange: otherChosen });
+const similarity = h("div", { class: "row" }, other, h("label", { class: "button", for: other.id }, "Similarity to another photo"));
+
+let labels = [];
+let found = [];
+let active = -1;
+
+/** Return the control. */
+export function targetsControl() {
+  countField.dataset.field = "top_k";
+  return h("fieldset", { "data-field": "targets" }, h("legend", {}, "Targets"), chips, countField, finder, kinds, similarity);
+}
+
+function countChanged() {
+  const topK = Number(count.value);
+  if (Number.isInteger(topK) && topK >= 1) ask({ topK });
+}
+
+async function otherChosen() {
+  const [file] = other.files;
+  if (!file) return;
+  const image = base64Of(new Uint8Array(await file.arrayBuffer()));
+  other.value = "";
+  ask({ targets: [{ similarity: { image } }] });
+}
+
+async function show() {
+  const model = mainModel();
+  if (!model) return;
+  const { targets } = state.ask;
+  countField.hidden = targets.length > 0 || model.task === "embed";
+  if (document.activeElement !== count) count.value = state.ask.topK;
+  similarity.hidden = !["classify", "multilabel", "regress", "embed"].includes(model.task);
+  labels = [];
+  ({ labels } = await detailsOf(model.name).catch(() => ({ labels: [] })));
+  finder.hidden = model.task === "embed";
+  fill(chips, targets.map(chip));
+  showKinds(model);
+}
+
+function chip(target, index) {
+  const remove = () => ask({ targets: state.ask.targets.filter((_, at) => at !== index) });
+  const name = nameOf(target, labels);
+  return h("li", { class: "chip", "data-field": `targets[${index}]` }, h("span", {}, name), h("button", { type: "button", class: "remove", "aria-label": `Remove ${name}`, onclick: remove }, "×"));
+}
+
+/** Offer other questions about the chosen classes: their probability, or what sets them apart from similar ones. */
+function showKinds({ task }) {
+  const { targets } = state.ask;
+  const isClass = (target) => "classIndex" in target || "finer" in target;
+  if (!targets.length || !targets.every(isClass) || !["classify", "multilabel"].includes(task)) return fill(kinds);
+  const convert = (make) => ask({ targets: targets.map((target) => make(classOf(target))) });
+  const isProbability = targets.every(({ softmax }) => softmax);
+  const isFiner = targets.every(({ finer }) => finer);
+  return fill(
+    kinds,
+    checkbox("Probability, not score", isProbability, (isOn) => convert((classIndex) => ({ classIndex, ...(isOn ? { softmax: true } : {}) }))),
+    checkbox("Against similar classes", isFiner, (isOn) => convert((classIndex) => (isOn ? { finer: { why: { classIndex } } } : { classIndex }))),
+  );
+}
+
+function find() {
+  const text = search.value.trim().toLowerCase().replaceAll("_", " ");
+  found = [];
+  labels.forEach((label, classIndex) => {
+    if (text && found.length < MOST_FOUND && `${label} ${classIndex}`.toLowerCase().includes(text)) found.push({ label, classIndex });
+  });
+  if (/^\d+$/.test(text) && !labels.length && Number(text) < (mainModel()?.classes ?? 0)) found = [{ label: `class ${text}`, classIndex: Number(text) }];
+  active = found.length ? 0 : -1;
+  showFound();
+}
+
+function showFound() {
+  const isOpen = search.value.trim() !== "";
+  list.hidden = !isOpen;
+  search.setAttribute("aria-expanded", String(isOpen));
+  const items = found.map(({ label, classIndex }, index) => h("li", { role: "option", id: `${listId}-${index}`, "aria-selected": String(index === active), onmousedown: (event) => event.preventDefault(), onclick: () => add(found[index]) }, label, h("small", {}, ` ${classIndex}`)));
+  fill(list, items.length ? items : h("li", { role: "option", "aria-disabled": "true", "aria-selected": "false" }, "No class has such a label."));
+  if (active >= 0) search.setAttribute("aria-activedescendant", `${listId}-${active}`);
+  else search.removeAttribute("aria-activedescendant");
+}
+
+function key(event) {
+  const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+  if (step && found.length) {
+    event.preventDefault();
+    active = (active + step + found.length) % found.length;
+    showFound();
+  }
+  if (event.key === "Enter" && found[active]) {
+    event.preventDefault();
+    add(found[active]);
+  }
+  if (event.key === "Escape") close();
+}
+
+function add({ classIndex }) {
+  const target = targetOf({ classIndex }, mainModel().task);
+  const { targets } = state.ask;
+  close();
+  if (!targets.some((present) => isSame(present, target))) ask({ targets: [...targets, target].slice(-MOST_TARGETS) });
+}
+
+function close() {
+  search.value = "";
+  found = [];
+  showFound();
+}
+
+on(["models", "ask"], show);

@@ -1,0 +1,36 @@
+/** The switch between light and dark; at first the page looks as the system does. */
+import { byId } from "../dom.js";
+
+const KEY = "camserve-theme";
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
+const now = () => document.documentElement.dataset.theme ?? (dark.matches ? "dark" : "light");
+
+function set(theme) {
+  document.documentElement.dataset.theme = theme;
+  try {
+    localStorage.setItem(KEY, theme);
+  } catch {
+    // A browser that stores nothing forgets the choice.
+  }
+  show();
+}
+
+function show() {
+  const button = byId("theme");
+  button.textContent = now() === "dark" ? "☀ Light" : "☾ Dark";
+  button.setAttribute("aria-label", now() === "dark" ? "Switch to light colours" : "Switch to dark colours");
+}
+
+/** Make the button work, and restore the choice of an earlier visit. */
+export function themeButton() {
+  byId("theme").addEventListener("click", () => set(now() === "dark" ? "light" : "dark"));
+  dark.addEventListener("change", show);
+  try {
+    const stored = localStorage.getItem(KEY);
+    if (stored === "light" || stored === "dark") document.documentElement.dataset.theme = stored;
+  } catch {
+    // See above.
+  }
+  show();
+}

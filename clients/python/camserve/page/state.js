@@ -1,0 +1,93 @@
+/** The state of the page, and the events by which its panels learn of changes. */
+import { DEFAULT_STYLE } from "./lib/draw.js";
+import { readLink, writeLink } from "./lib/link.js";
+
+export const state = {
+  connection: { status: "connecting", text: "Connecting…" },
+  models: [], // Model of the API
+  methods: [], // MethodInfo
+  metrics: [], // MetricInfo
+  details: new Map(), // by model: {labels, layers}
+  ask: { models: [], methods: [{ name: "gradcam" }], targets: [], topK: 1, layers: {}, fusion: "" },
+  style: { ...DEFAULT_STYLE },
+  view: { regions: false, peak: false },
+  photos: [],
+  photo: null,
+  results: [], // {model, request, response, error}
+  cells: [], // the maps on the screen
+  picks: [], // up to two cells to compare, by id; the last is exported
+  run: { status: "idle", progress: null, error: null },
+  receipt: null, // an opened receipt
+};
+
+const listeners = new Map();
+
+/** Call a function after each change of a topic: a property of the state, or "reconnected". */
+export function on(topics, listener) {
+  for (const topic of [topics].flat()) listeners.set(topic, [...(listeners.get(topic) ?? []), listener]);
+}
+
+/** Tell the listeners of a topic that it changed. */
+export function changed(topic) {
+  for (const listener of listeners.get(topic) ?? []) listener();
+}
+
+/** Change what the next request asks. */
+export function ask(change) {
+  Object.assign(state.ask, change);
+  changed("ask");
+}
+
+/** Change how maps are drawn. */
+export function restyle(change) {
+  Object.assign(state.style, change);
+  changed("style");
+}
+
+/** Return the first chosen model, or undefined. */
+export const mainModel = () => state.models.find(({ name }) => name === state.ask.models[0]);
+
+/** Return the ExplainRequest, without its image, for one of the chosen models. */
+export function requestFor(model) {
+  const { methods, targets, topK, layers, fusion } = state.ask;
+  const { task } = state.models.find(({ name }) => name === model) ?? {};
+  return {
+    model,
+    methods,
+    ...(targets.length ? { targets } : { topK }),
+    layers: layers[model] ?? [],
+    ...(fusion ? { fusion } : {}),
+    maxPredictions: 10,
+    rendering: { heatmap: true },
+    ...(task === "segment" ? { classMap: true } : {}),
+  };
+}
+
+/** Return the address of this page with everything but the photo. */
+export function link() {
+  const { models, layers, methods, targets, topK, fusion } = state.ask;
+  const request = { model: models[0], methods, targets, topK, fusion };
+  const fragment = writeLink({ request, style: state.style, view: { ...state.view, models, layers } });
+  return `${location.href.split("#")[0]}#${fragment}`;
+}
+
+const isNames = (value) => Array.isArray(value) && value.every((item) => typeof item === "string");
+
+/** Take over the state in the address of this page, if it has one. */
+export function readAddress() {
+  const linked = readLink(location.hash);
+  if (!linked) return false;
+  const { request, style, view } = linked;
+  const layers = Object.entries(view.layers ?? {}).filter(([, names]) => isNames(names));
+  Object.assign(state.ask, {
+    models: isNames(view.models) ? view.models : [request.model].filter(Boolean),
+    methods: request.methods?.length ? request.methods : state.ask.methods,
+    targets: request.targets ?? [],
+    topK: request.topK || 1,
+    layers: Object.fromEntries(layers),
+    fusion: request.fusion ?? "",
+  });
+  Object.assign(state.style, DEFAULT_STYLE, style);
+  Object.assign(state.view, { regions: view.regions === true, peak: view.peak === true });
+  return true;
+}
