@@ -99,11 +99,12 @@ class StoppedClock:
 
 @dataclass
 class Served:
-    """A server in a thread of this process: its address, its pipeline and its event loop."""
+    """A server in a thread of this process: its address, its pipeline, its event loop, and its port of HTTP."""
 
     address: str
     pipeline: Pipeline
     loop: asyncio.AbstractEventLoop
+    http_port: int = 0
 
     def do(self, function, *args):
         """Call a function on the server's event loop."""
@@ -120,8 +121,12 @@ def serving(**settings):
     chosen = config.load(flags=flags, environment={})
 
     async def main():
-        stop, loop = grpc_server.Stop(), asyncio.get_running_loop()
-        await server.serve(chosen, stop, lambda port, pipeline: started.set_result((port, pipeline, loop, stop)))
+        stop, loop, http_ports = grpc_server.Stop(), asyncio.get_running_loop(), [0]
+
+        def ready(port, pipeline):
+            started.set_result((port, pipeline, loop, stop, http_ports[-1]))
+
+        await server.serve(chosen, stop, ready, http_ready=http_ports.append)
 
     def run():
         try:
@@ -133,9 +138,9 @@ def serving(**settings):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    port, pipeline, loop, stop = started.result()  # no deadline: pytest's timeout ends a hang
+    port, pipeline, loop, stop, http_port = started.result()  # no deadline: pytest's timeout ends a hang
     try:
-        yield Served(f"127.0.0.1:{port}", pipeline, loop)
+        yield Served(f"127.0.0.1:{port}", pipeline, loop, http_port)
     finally:
         loop.call_soon_threadsafe(stop.requested.set)
         thread.join(60)

@@ -16,7 +16,7 @@ from benchmarks.front.bursts import Load, Sample, Server
 from benchmarks.scale import TINY
 
 from camserve_server import Explainer
-from camserve_server.imaging import images, render
+from camserve_server.imaging import images, render, scales
 from camserve_server.imaging.values import Rendering
 from camserve_server.models.source import DEFAULT_PREPROCESS
 
@@ -250,7 +250,8 @@ def test_models_grid_and_classes_are_those_of_common_models():
 def test_floor_draws_about_what_the_server_draws(side):
     photo = cv2.cvtColor(cv2.imdecode(np.frombuffer(photos.photos()[0], np.uint8), cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB)
     seen = images.visible_box(photo.shape[:2], DEFAULT_PREPROCESS)
-    expected, _ = render.draw(photo, floor.GRID, seen, Rendering(overlay="jpeg", max_side=side or None))
+    scaled = scales.scale_map(floor.GRID, Rendering(), DEFAULT_PREPROCESS.size)
+    expected, _ = render.draw(photo, scaled, seen, Rendering(overlay="jpeg", max_side=side or None))
     drawn, theirs = (
         cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR).astype(float)
         for data in (floor.overlay(photo, seen, side), expected.data)

@@ -13,7 +13,7 @@ from benchmarks.gpu import model, photos, served
 from benchmarks.gpu.scale import Clock, scale_of
 
 from camserve_server.core.limits import Limits
-from camserve_server.imaging import images, render
+from camserve_server.imaging import images, render, scales
 from camserve_server.imaging.values import Box, Rendering
 
 SHARES = {"event loop": 0.2, "engine's CPU": 0.4, "engine's time": 0.9, "image threads": 0.3, "GPU": 0.6, "cores": 0.5}
@@ -125,12 +125,12 @@ def test_torch_draws_the_same_overlay_as_the_service(monkeypatch):
     drawn = []
     monkeypatch.setattr("torchvision.io.encode_jpeg", lambda each, **_: drawn.extend(each) or [])
     decoded = [images.decode(photo, Limits()) for photo in photos_of.photos()[:2]]
-    heat = render.intensity(np.random.default_rng(0).random((7, 7), np.float32))
-    heats = torch.from_numpy(heat).expand(2, 1, 7, 7)
+    scaled = scales.scale_map(np.random.default_rng(0).random((7, 7), np.float32), Rendering(), (224, 224))
+    heats = torch.from_numpy(scaled.heat).expand(2, 1, 7, 7)
     photos.drawn_there([torch.from_numpy(each).permute(2, 0, 1) for each in decoded], heats)
     height, width = decoded[0].shape[:2]
     for one, there in zip(decoded, drawn, strict=True):
-        (ours, _) = render.draw(one.copy(), heat, Box(0, 0, width, height), Rendering(overlay="png"))
+        (ours, _) = render.draw(one.copy(), scaled, Box(0, 0, width, height), Rendering(overlay="png"))
         expected = cv2.cvtColor(cv2.imdecode(np.frombuffer(ours.data, np.uint8), cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB)
         assert np.abs(there.permute(1, 2, 0).numpy().astype(int) - expected.astype(int)).mean() < 2
 

@@ -31,6 +31,7 @@ from camserve.v1 import (
     models_pb2,
     models_pb2_grpc,
 )
+from client import hostile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -92,6 +93,8 @@ def answer(request: explain_pb2.ExplainRequest, request_id: str = "id") -> Any:
             overlay=overlay(request.rendering.overlay),
             resolved_target=explain_pb2.Target(class_index=index),
             parameters=method.parameters,
+            scale=2.5,
+            regions=[hostile.region()] * request.rendering.HasField("regions"),
         )
         for method in request.methods
     ]
@@ -262,6 +265,11 @@ class FakeServer(
         self._record("ExplainStream", None, context)
         serve = self.streams.pop(0) if self.streams else in_order
         yield from serve(request_iterator, context)
+
+    def EstimateCost(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
+        self._record("EstimateCost", request, context)
+        explanations = len(request.explain.methods) * request.explain.top_k
+        return explain_pb2.EstimateCostResponse(rows=1000 * explanations, explanations=explanations, max_rows=4096)
 
     def InspectLayers(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the same
         self._record("InspectLayers", request, context)

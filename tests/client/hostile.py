@@ -100,13 +100,28 @@ def explained(text: str = "x", **fields: Any) -> explain_pb2.ExplainResponse:
     """Return a valid response, except for its texts and the given fields of the explanation."""
     response = filled(explain_pb2.ExplainResponse(), text)
     response.photo.CopyFrom(explain_pb2.Photo(width=6, height=4))
+    response.class_map.CopyFrom(explain_pb2.ClassMap(height=1, width=2, data=b"\0" * 4))
     (explanation,) = response.explanations
     explanation.target.ClearField("box")
+    explanation.regions[0].CopyFrom(region())
     for name, data in {"heatmap": heatmap(), "intensity": heatmap(), "overlay": overlay(), **fields}.items():
         getattr(explanation, name).CopyFrom(data)
     explanation.ClearField("heatmap_image")
     explanation.resolved_target.CopyFrom(explain_pb2.Target(class_index=7))
     return response
+
+
+def region() -> explain_pb2.Region:
+    """Return the right half of a photo of 6 × 4 pixels. In COCO's encoding, "<" is 12."""
+    return explain_pb2.Region(
+        box=explain_pb2.Box(left=3, right=6, bottom=4),
+        area=12,
+        contour=[3, 0, 6, 0, 6, 4, 3, 4],
+        peak=explain_pb2.Point(x=4.5, y=1.5),
+        peak_value=2,
+        share=0.75,
+        mask=explain_pb2.RunLengths(height=4, width=6, counts="<<"),
+    )
 
 
 def heatmap() -> explain_pb2.Heatmap:

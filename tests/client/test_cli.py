@@ -19,7 +19,9 @@ from click.testing import CliRunner
 from PIL import Image
 
 import camserve
-from camserve import _files, cli, terminal
+from camserve import _files, _regions, cli, terminal
+from camserve.v1 import explain_pb2
+from client import hostile
 
 if TYPE_CHECKING:
     import pathlib
@@ -103,7 +105,9 @@ def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: 
         ),
         *("--target", "tabby", "--target", "282", "--target", "tabby vs 282"),
         *("--layer", "a", "--layer", "b", "--format", "png", "--heatmaps", "--max-side", 640),
-        *("--profile", "grad-cam", "--intensities"),
+        *("--profile", "grad-cam", "--intensities", "--sign", "absolute", "--scale", 2.5, "--threshold", 0.75),
+        *("--contour-lines", 3, "--color-bar", "--fade"),
+        *("--regions", "--region-mass", 0.5, "--max-regions", 2, "--draw-regions"),
     )
 
     done = run("explain", photos / "cat.jpg", "-o", tmp_path / "out", *options)
@@ -112,8 +116,10 @@ def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: 
     assert names(tmp_path / "out") == [
         "cat.gradcam.features.class_1.npy",
         "cat.gradcam.features.class_1.png",
+        "cat.gradcam.features.class_1.regions.json",
         "cat.smoothgrad.features.class_1.npy",
         "cat.smoothgrad.features.class_1.png",
+        "cat.smoothgrad.features.class_1.regions.json",
     ]
     saved = np.load(tmp_path / "out" / "cat.gradcam.features.class_1.npy")
     np.testing.assert_array_equal(saved, [[0, 1], [2, 3]])
@@ -132,10 +138,95 @@ def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: 
         max_side=640,
         profile="grad-cam",
         intensity=True,
+        sign="absolute",
+        scale=2.5,
+        threshold=0.75,
+        contour_lines=3,
+        color_bar=True,
+        fade=True,
+        regions=camserve.RegionOptions(mass=0.5, max_regions=2, draw=True, masks=True),
     )
     expected = camserve._codec.with_image(question.request(), b"\xff\xd8\xff\x01")
     expected.progress = True
     assert requests == [expected]
+
+
+@pytest.fixture
+def rendering(run: Any, server: Any, photos: Any, tmp_path: Any) -> Any:
+    """Run a command, and return the options of the pictures that it requests."""
+
+    def requested(*options: Any) -> Any:
+        requests: list[Any] = []
+
+        def keep(stream: Any, _: Any) -> Any:
+            for each in stream:
+                requests.append(each.request)
+                yield server.reply(each)
+
+        server.streams = [keep]
+        done = run("explain", photos / "cat.jpg", "-o", tmp_path / "out", *options)
+        assert done.exit_code == 0, done.output
+        (request,) = requests
+        return request.rendering
+
+    return requested
+
+
+@pytest.mark.parametrize(
+    ("options", "colormap"),
+    [
+        ((), "jet"),
+        (("--profile", "signed"), "coolwarm"),
+        (("--sign", "both"), "coolwarm"),
+        (("--profile", "signed", "--sign", "positive"), "jet"),
+        (("--profile", "signed", "--colormap", "jet"), "jet"),
+    ],
+)
+def test_colour_map_depends_on_the_sign_unless_it_is_given(rendering: Any, options: Any, colormap: str) -> None:
+    assert rendering(*options).colormap == colormap
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--regions",), {"max_regions": 8}),
+        (("--region-quantile", 0), {"quantile": 0, "max_regions": 8}),
+        (("--region-mass", 0.5), {"mass": 0.5, "max_regions": 8}),
+        (("--max-regions", 3), {"max_regions": 3}),
+        (("--draw-regions",), {"max_regions": 8, "draw": True}),
+    ],
+)
+def test_each_option_of_regions_requests_them_with_masks(rendering: Any, options: Any, expected: Any) -> None:
+    assert rendering(*options).regions == explain_pb2.RegionOptions(masks=True, **expected)
+
+
+def test_scale_of_a_request_and_a_raw_threshold_reach_the_server(rendering: Any) -> None:
+    sent = rendering("--scale", "request", "--threshold-value", 0.25)
+
+    assert (sent.shared_scale, sent.threshold_value) == (True, 0.25)
+
+
+def test_regions_are_printed_and_written_as_json(run: Any, photos: Any, tmp_path: Any) -> None:
+    done = run("explain", photos / "cat.jpg", "-o", tmp_path / "out", "--regions")
+
+    assert done.exit_code == 0, done.output
+    (line,) = (line.split() for line in done.stdout.splitlines() if "3,0,6,4" in line)
+    assert line == ["cat.gradcam.class_1.jpg", "1", "3,0,6,4", "12", "75.0%", "4,2", "2"]
+    content = json.loads((tmp_path / "out" / "cat.gradcam.class_1.regions.json").read_bytes())
+    region = _regions.decode([hostile.region()], camserve.Photo(6, 4, camserve.Box(0, 0, 6, 4)))[0]
+    assert content == {"width": 6, "height": 4, "regions": [region.plain()]}
+
+
+@pytest.mark.parametrize("options", [(), ("--resume",)])
+def test_dry_run_prints_the_cost_and_sends_no_photo(
+    run: Any, server: Any, photos: Any, tmp_path: Any, options: Any
+) -> None:
+    done = run("explain", photos, "-o", tmp_path / "out", "--method", "a", "--method", "b", "--dry-run", *options)
+
+    assert done.exit_code == 0, done.output
+    assert [call.rpc for call in server.calls] == ["EstimateCost"]
+    assert done.stdout.splitlines()[-1].split() == ["3", "2", "2,000", "6,000", "4,096"]
+    assert not (tmp_path / "out").exists()
 
 
 def test_heatmaps_are_requested_only_if_they_are_written(run: Any, photos: Any, tmp_path: Any) -> None:

@@ -40,6 +40,25 @@ async def test_explain_returns_the_result_of_the_server(client: Any, server: Any
     assert result.request_id == server.calls[0].metadata["x-request-id"]
 
 
+async def test_cost_is_estimated_with_the_options_of_explain(client: Any, server: Any) -> None:
+    options: dict[str, Any] = {"methods": ["a", "b"], "top_k": 3, "model": "large", "regions": True}
+    cost = await client.estimate_cost(**options, timeout=5)
+    await client.explain(b"1", **options)
+
+    assert cost == camserve.Cost(rows=6000, explanations=6, max_rows=4096)
+    estimated, explained = (call.request for call in server.calls)
+    explained.ClearField("image")
+    assert estimated.explain == explained
+    assert server.calls[0].time_remaining < 5.5
+
+
+async def test_cost_of_invalid_options_is_not_requested(client: Any, server: Any) -> None:
+    with pytest.raises(camserve.InvalidArgument):
+        await client.estimate_cost(top_k=0)
+
+    assert server.calls == []
+
+
 async def test_every_call_has_its_own_request_id(client: Any, server: Any) -> None:
     await client.explain(b"1")
     await client.models()

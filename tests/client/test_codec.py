@@ -11,7 +11,7 @@ from google.protobuf import json_format
 from PIL import Image
 
 import camserve
-from camserve import _codec
+from camserve import _codec, _rendering
 from camserve.v1 import explain_pb2
 
 if TYPE_CHECKING:
@@ -64,6 +64,14 @@ def test_every_option_reaches_the_request() -> None:
         max_predictions=0,
         profile="grad-cam",
         intensity=True,
+        sign="absolute",
+        scale=2.5,
+        threshold=0.75,
+        contour_lines=3,
+        color_bar=True,
+        fade=True,
+        regions=camserve.RegionOptions(mass=0.5, max_regions=2, draw=True, masks=True),
+        class_map=True,
     )
     assert everything == {
         "model": "m",
@@ -79,10 +87,49 @@ def test_every_option_reaches_the_request() -> None:
             "quality": 80,
             "profile": "PROFILE_GRAD_CAM",
             "intensity": True,
+            "sign": "SIGN_ABSOLUTE",
+            "scale_value": 2.5,
+            "threshold_quantile": 0.75,
+            "contour_lines": 3,
+            "color_bar": True,
+            "fade": True,
+            "regions": {"mass": 0.5, "max_regions": 2, "draw": True, "masks": True},
         },
         "max_predictions": 0,
         "fusion": "FUSION_MAX",
+        "class_map": True,
     }
+
+
+def rendering(**options: Any) -> dict[str, Any]:
+    """Return the options of a request's pictures that are not defaults."""
+    defaults = asked()["rendering"]
+    return {name: value for name, value in asked(**options)["rendering"].items() if defaults.get(name) != value}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"scale": "map"}, {}),
+        ({"scale": "request"}, {"shared_scale": True}),
+        ({"scale": np.float32(0.5)}, {"scale_value": 0.5}),
+        ({"threshold": 0}, {"threshold_quantile": 0.0}),
+        ({"threshold_value": 0}, {"threshold_value": 0.0}),
+        ({"profile": "signed"}, {"profile": "PROFILE_SIGNED", "colormap": "coolwarm"}),
+        ({"profile": "signed", "sign": "negative"}, {"profile": "PROFILE_SIGNED", "sign": "SIGN_NEGATIVE"}),
+        ({"sign": "both"}, {"sign": "SIGN_BOTH", "colormap": "coolwarm"}),
+        ({"sign": "both", "colormap": "jet"}, {"sign": "SIGN_BOTH"}),
+        ({"sign": None}, {}),
+        ({"regions": False}, {}),
+        ({"regions": None}, {}),
+        ({"regions": True}, {"regions": {"max_regions": 8}}),
+        ({"regions": 0}, {"regions": {"quantile": 0.0, "max_regions": 8}}),
+        ({"regions": np.float32(0.5)}, {"regions": {"quantile": 0.5, "max_regions": 8}}),
+        ({"regions": camserve.RegionOptions(mass=0)}, {"regions": {"mass": 0.0, "max_regions": 8}}),
+    ],
+)
+def test_options_of_pictures_have_short_and_full_forms(options: Any, expected: Any) -> None:
+    assert rendering(**options) == expected
 
 
 def test_typed_options_are_complete() -> None:
@@ -171,6 +218,20 @@ def test_one_layer_needs_no_list() -> None:
         ({"overlay": "gif"}, "rendering.overlay"),
         ({"heatmap_image": "bmp"}, "rendering.heatmap_image"),
         ({"profile": "gradcam"}, "rendering.profile"),
+        ({"sign": "any"}, "rendering.sign"),
+        ({"scale": "maps"}, "rendering.scale"),
+        ({"scale": 0}, "rendering.scale"),
+        ({"scale": float("nan")}, "rendering.scale"),
+        ({"scale": 1e39}, "rendering.scale"),
+        ({"threshold": 1.5}, "threshold"),
+        ({"threshold": 0.5, "threshold_value": 1}, "threshold"),
+        ({"threshold_value": -1}, "threshold_value"),
+        ({"threshold_value": float("inf")}, "threshold_value"),
+        ({"contour_lines": 17}, "contour_lines"),
+        ({"regions": 2}, "rendering.regions.quantile"),
+        ({"regions": camserve.RegionOptions(mass=-1)}, "rendering.regions.mass"),
+        ({"regions": camserve.RegionOptions(max_regions=0)}, "rendering.regions.max_regions"),
+        ({"regions": camserve.RegionOptions(quantile=0.5, mass=0.5)}, "rendering.regions.quantile"),
         ({"fusion": "sum"}, "fusion"),
         ({"targets": -1}, "targets[0]"),
         ({"targets": [1, 2**32]}, "targets[1]"),
@@ -350,10 +411,14 @@ def test_old_server_and_similarity_give_no_resolved_target() -> None:
     assert explanation(resolved_target=sent).resolved is None
 
 
-@pytest.mark.parametrize("option", ["fusion", "profile"])
-def test_every_fusion_and_profile_of_the_proto_has_a_name(option: str) -> None:
-    known = {"fusion": _codec._FUSIONS, "profile": {None: 0, **_codec._PROFILES}}[option]
-    kind = {"fusion": explain_pb2.Fusion, "profile": explain_pb2.Profile}[option]
+@pytest.mark.parametrize("option", ["fusion", "profile", "sign"])
+def test_every_fusion_profile_and_sign_of_the_proto_has_a_name(option: str) -> None:
+    known: Any = {
+        "fusion": _codec._FUSIONS,
+        "profile": {None: 0, **_rendering.PROFILES},
+        "sign": _rendering.SIGNS,
+    }[option]
+    kind: Any = {"fusion": explain_pb2.Fusion, "profile": explain_pb2.Profile, "sign": explain_pb2.Sign}[option]
 
     names = {kind.Name(number).lower().replace("_", "-") for number in known.values()}
 

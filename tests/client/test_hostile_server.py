@@ -159,6 +159,15 @@ def wrong(change: Callable[[Any], object]) -> bytes:
     return response.SerializeToString()
 
 
+def wrong_region(**fields: Any) -> bytes:
+    """Return a valid response but for some fields of its region."""
+    return wrong(lambda r: r.explanations[0].regions[0].MergeFrom(explain_pb2.Region(**fields)))
+
+
+def wrong_mask(**fields: Any) -> bytes:
+    return wrong_region(mask=explain_pb2.RunLengths(**fields))
+
+
 NO_ANSWERS = {
     "garbage": b"\xff" * 99,
     "a map that has other bytes than cells": wrong(lambda r: setattr(r.explanations[0].heatmap, "height", 9)),
@@ -167,6 +176,29 @@ NO_ANSWERS = {
     "a photo of 2^64 pixels": wrong(lambda r: r.photo.MergeFrom(explain_pb2.Photo(width=2**32 - 1))),
     "a box at no place": wrong(lambda r: setattr(r.photo.seen, "left", float("nan"))),
     "a class beyond all classes": wrong(lambda r: setattr(r.predictions[0], "class_index", 2**32 - 1)),
+    "a scale of NaN": wrong(lambda r: setattr(r.explanations[0], "scale", float("nan"))),
+    "a negative scale": wrong(lambda r: setattr(r.explanations[0], "scale", -1)),
+    "1,000 regions": wrong(lambda r: r.explanations[0].regions.extend([hostile.region()] * 1_000)),
+    "a region at no place": wrong_region(box=explain_pb2.Box(left=float("nan"))),
+    "a region with a peak at no place": wrong_region(peak=explain_pb2.Point(x=float("inf"))),
+    "a region with a peak of NaN": wrong_region(peak_value=float("nan")),
+    "a region with a share of NaN": wrong_region(share=float("nan")),
+    "a region of 2^64 pixels": wrong_region(area=2**64 - 1),
+    "a contour with half a corner": wrong_region(contour=[1]),
+    "a contour at no place": wrong_region(contour=[float("nan"), 1]),
+    "a mask of another size": wrong_mask(height=6, width=4),
+    "a mask of 2^64 pixels": wrong_mask(height=2**32 - 1, width=2**32 - 1),
+    "a mask with too few pixels": wrong_mask(counts="<;"),
+    "a mask with too many pixels": wrong_mask(counts="<="),
+    "a mask with a negative run": wrong_mask(counts="<<O<"),
+    "a mask with a run of 2^60 pixels": wrong_mask(counts="o" * 11 + "O"),
+    "a mask with a run of 2^1000 pixels": wrong_mask(counts="o" * 200 + "O"),
+    "a mask that is cut short": wrong_mask(counts="<<o"),
+    "a mask in other characters": wrong_mask(counts="<\x00ж"),
+    "a class map that has other bytes than cells": wrong(lambda r: setattr(r.class_map, "height", 2)),
+    "a class map with half a cell": wrong(lambda r: setattr(r.class_map, "data", b"\0\0\0")),
+    "a class map of 2^64 cells": wrong(lambda r: r.class_map.MergeFrom(explain_pb2.ClassMap(height=2**32 - 1))),
+    "a class map without cells": wrong(lambda r: r.class_map.CopyFrom(explain_pb2.ClassMap())),
     "100,000 explanations": wrong(lambda r: r.explanations.extend([explain_pb2.Explanation()] * 100_000)),
     "1,000,000 predictions": wrong(lambda r: r.predictions.extend([explain_pb2.Prediction()] * 1_000_000)),
 }

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from camserve._picture import Box, Photo, onto_photo
+from camserve._picture import Box, Photo, classes_onto_photo, onto_photo
 
 NAN = np.nan
 
@@ -87,3 +87,28 @@ def test_map_with_non_finite_values_causes_no_warning() -> None:
     result = onto_photo(heatmap, Photo(4, 4, Box(0, 0, 4, 4)))
 
     assert not np.isfinite(result).all()
+
+
+def test_classes_on_the_photo_equal_values_computed_by_hand() -> None:
+    classes = np.array([[0, 65535], [7, 8]], np.uint16)
+
+    result = classes_onto_photo(classes, Photo(6, 4, Box(1, 0, 5, 3)))
+
+    # The centre of the second row lies in the middle of the seen part, on the edge of the second row of cells.
+    upper, lower, none = [-1, 0, 0, 65535, 65535, -1], [-1, 7, 7, 8, 8, -1], [-1] * 6
+    np.testing.assert_array_equal(result, [upper, lower, lower, none])
+
+
+@pytest.mark.parametrize("size", [(60, 40), (7, 5), (3, 2)])
+def test_enlarged_and_reduced_classes_equal_those_of_pil(size: tuple[int, int]) -> None:
+    classes = np.random.default_rng(0).integers(0, 256, (10, 15), np.uint8)
+
+    result = classes_onto_photo(classes.astype(np.uint16), Photo(*size, Box(0, 0, *size)))
+
+    np.testing.assert_array_equal(result, np.asarray(Image.fromarray(classes).resize(size, Image.Resampling.NEAREST)))
+
+
+def test_photo_without_a_visible_part_has_no_classes() -> None:
+    result = classes_onto_photo(np.ones((2, 2), np.uint16), Photo(3, 2, Box(8, 8, 9, 9)))
+
+    np.testing.assert_array_equal(result, np.full((2, 3), -1))

@@ -147,6 +147,32 @@ def test_row_has_the_values_of_the_clients_result(run, photos, tmp_path, address
     assert (first["model"], first["digest"], first["width"], first["height"]) == ("tiny", digest, 16, 12)
 
 
+def test_regions_of_a_job_are_those_of_the_clients_result(run, photos, tmp_path, address):
+    options = camserve.RegionOptions(quantile=0.5, max_regions=3)
+    result = run(photos, options=("--model", "tiny", "--regions", "--region-quantile", "0.5", "--max-regions", "3"))
+
+    assert result.exit_code == 0, result.output
+    by_name = {Path(row["image"]).name: row for row in rows(tmp_path / "out")}
+    assert by_name["bad.jpg"]["regions"] is None
+    with camserve.Client(address) as client:
+        (explanation,) = client.explain(photos / "1.png", model="tiny", regions=options).explanations
+    assert explanation.regions
+    assert by_name["1.png"]["regions"] == [
+        {name: value for name, value in region.plain().items() if name not in ("contour", "mask")}
+        | {"peak": dict(zip("xy", region.peak, strict=True))}
+        for region in explanation.regions
+    ]
+
+
+def test_part_without_any_result_has_the_column_of_the_regions(run, photos, tmp_path):
+    plain, asked = (tmp_path / name / "results" for name in ("plain", "asked"))
+    run(photos / "bad.jpg", out="plain")
+    run(photos / "bad.jpg", out="asked", options=("--model", "tiny", "--regions"))
+
+    assert pq.read_schema(next(plain.iterdir())) == dataset.schema()
+    assert pq.read_schema(next(asked.iterdir())) == dataset.schema(regions=True)
+
+
 def test_second_run_explains_only_new_photos(run, photos, tmp_path):
     run(photos)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.jpg")}
@@ -383,11 +409,13 @@ def test_output_to_a_uri_is_refused(options, photos, tmp_path, monkeypatch):
 def test_job_is_resumed_only_with_the_same_options(run, photos, tmp_path):
     run(photos)
     refused = run(photos, options=("--model", "tiny", "--method", "layercam", "--alpha", "0.3"))
+    with_regions = run(photos, options=("--model", "tiny", "--regions"))
     (tmp_path / "out" / "job.json").write_text("[")
     broken = run(photos)
 
     assert refused.exit_code != 0
     assert "has a job with other methods, rendering" in refused.output
+    assert "has a job with other rendering" in with_regions.output
     assert "is not a job" in broken.output
 
 
@@ -593,4 +621,4 @@ def test_page_lists_every_column():
     table = PAGE.partition("| column | |\n")[2].partition("\n\n")[0]
     documented = [name.strip("` ") for line in table.splitlines() for name in line.split("|")[1].split(",")]
 
-    assert [name for name in documented if name != "---"] == dataset.schema().names
+    assert [name for name in documented if name != "---"] == dataset.schema(regions=True).names

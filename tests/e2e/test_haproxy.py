@@ -260,12 +260,12 @@ def test_cancelled_call_is_cancelled_in_its_server(stub, held):
 
 def test_silent_call_ends_only_by_the_timeout_for_a_server(tmp_path_factory, servers, held):
     changes = [
-        ("timeout http-request 10s", "timeout http-request 200ms"),
-        ("timeout connect 2s", "timeout connect 200ms"),
+        ("timeout http-request 10s", "timeout http-request 1s"),
+        ("timeout connect 2s", "timeout connect 1s"),
     ]
     with contextlib.ExitStack() as stack:
         stubs = []
-        for change in (changes, [("timeout server 1h", "timeout server 1s")]):
+        for change in (changes, [("timeout server 1h", "timeout server 3s")]):
             haproxy = stack.enter_context(balanced(tmp_path_factory.mktemp("haproxy"), servers, *change))
             stubs.append(stack.enter_context(plain_stub(haproxy.address)))
         long, _ = held(stubs[0])

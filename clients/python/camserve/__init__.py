@@ -34,6 +34,7 @@ from camserve._inspection_codec import FeaturesOptions, InspectOptions
 from camserve._metrics import MetricLike
 from camserve._picture import Box, Photo, Picture
 from camserve._receipts import Receipt
+from camserve._regions import Region, RunLengths
 from camserve._replay import Check, Replay
 from camserve._result import Explanation, Prediction, Result, Timing, Verdict
 from camserve._retry import Retry
@@ -55,7 +56,18 @@ from camserve._targets import (
     segment,
     similarity,
 )
-from camserve._values import Health, Layer, Method, MethodInfo, Model, ModelState, ParameterInfo
+from camserve._values import (
+    Cost,
+    Health,
+    Layer,
+    Method,
+    MethodInfo,
+    Model,
+    ModelState,
+    ParameterInfo,
+    RegionOptions,
+    RegionsLike,
+)
 
 __all__ = [
     "AccessOptions",
@@ -69,6 +81,7 @@ __all__ = [
     "ClassLike",
     "Client",
     "Contrast",
+    "Cost",
     "Curve",
     "DeadlineExceeded",
     "Detection",
@@ -104,10 +117,14 @@ __all__ = [
     "Probability",
     "Reading",
     "Receipt",
+    "Region",
+    "RegionOptions",
+    "RegionsLike",
     "Replay",
     "ResourceExhausted",
     "Result",
     "Retry",
+    "RunLengths",
     "Segment",
     "Similarity",
     "Statistics",

@@ -10,37 +10,30 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeGuard, cast
 
 import numpy as np
 from PIL import Image
 
-from camserve import _local, _picture, _targets
+from camserve import _local, _picture, _regions, _rendering, _targets
+from camserve._checks import check_range, invalid, look_up
 from camserve._errors import CamserveError, ErrorDetails, Internal, InvalidArgument, join_faults, make, status_code
 from camserve._picture import Box, Photo, Picture
 from camserve._receipts import Receipt, target_json
 from camserve._result import Explanation, Prediction, Result, Timing, Verdict
-from camserve._values import Layer, Method, MethodInfo, Model, ModelState, ParameterInfo
+from camserve._values import Cost, Layer, Method, MethodInfo, Model, ModelState, ParameterInfo
 from camserve.v1 import explain_pb2, models_pb2
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from camserve._targets import TargetLike
-
-K = TypeVar("K")
-V = TypeVar("V")
+    from camserve._values import RegionsLike
 
 ImageLike: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | Image.Image | NDArray[np.uint8]"
 MethodLike: TypeAlias = "str | Method | tuple[str, Mapping[str, float | str]]"
 
-FORMATS: Mapping[str | None, explain_pb2.ImageFormat.ValueType] = {
-    None: explain_pb2.IMAGE_FORMAT_UNSPECIFIED,
-    "jpeg": explain_pb2.IMAGE_FORMAT_JPEG,
-    "png": explain_pb2.IMAGE_FORMAT_PNG,
-    "webp": explain_pb2.IMAGE_FORMAT_WEBP,
-}
-FORMAT_NAMES = {number: name for name, number in FORMATS.items() if name}
+FORMAT_NAMES = {number: name for name, number in _rendering.FORMATS.items() if name}
 _FUSIONS: Mapping[str | None, explain_pb2.Fusion.ValueType] = {
     None: explain_pb2.FUSION_UNSPECIFIED,
     "mean": explain_pb2.FUSION_MEAN,
@@ -52,19 +45,7 @@ _MAX_EXPLANATIONS = 16 * 16 * 8  # methods × targets × layers of a request
 _MAX_CLASS_INDEX = (1 << 31) - 1
 _MAX_PHOTO_SIDE = 1 << 20  # pixels
 _LAYER_SEPARATOR = " + "  # joins the names of fused layers
-_PROFILES: Mapping[str, explain_pb2.Profile.ValueType] = {
-    "paper": explain_pb2.PROFILE_PAPER,
-    "grad-cam": explain_pb2.PROFILE_GRAD_CAM,
-    "torchcam": explain_pb2.PROFILE_TORCHCAM,
-    "captum": explain_pb2.PROFILE_CAPTUM,
-}
-_RANGES: Mapping[str, tuple[float, float]] = {
-    "top_k": (1, 16),
-    "alpha": (0, 1),
-    "max_side": (16, 16384),
-    "quality": (1, 100),
-    "max_predictions": (0, 1000),
-}
+_MAX_PREDICTIONS = 1000
 
 
 class ExplainOptions(TypedDict, total=False):
@@ -89,18 +70,38 @@ class ExplainOptions(TypedDict, total=False):
             Default: "jpeg".
         heatmap_image: Format of a picture of the heatmap alone, in colour and in the size of the
             overlay. Default: None.
-        colormap: Name of the colour map. Default: "jet".
+        colormap: Name of the colour map. Default: None, which is "coolwarm" if positive and negative
+            values are shown, otherwise "jet".
         alpha: Opacity of the heatmap over the photo, 0 to 1. Default: 0.5.
         max_side: Maximum length of a picture's longer side in pixels, 16 to 16384. Pictures are
             never enlarged. Default: the photo's own size.
         quality: Quality of JPEG and WebP pictures, 1 to 100. Default: 90.
         max_predictions: Number of predictions to return, 0 to 1000. Default: 5.
         profile: Convention that converts raw values to colours: "paper", "grad-cam" (that of
-            pytorch-grad-cam), "torchcam" or "captum". The raw values stay the same.
-            Default: "paper".
+            pytorch-grad-cam), "torchcam", "captum", or "signed" for evidence for and against the
+            target, in two colours around zero. The raw values stay the same. Default: "paper".
         intensity: True to return the intensities that are coloured, 0 to 1, at the resolution of
-            the model's input. With "torchcam" they can slightly exceed that range, because it
-            interpolates bicubically. Default: False.
+            the model's input; -1 to 1 if positive and negative values are shown. With "torchcam"
+            they can slightly exceed that range, because it interpolates bicubically.
+            Default: False.
+        sign: The values to show: "positive", "negative", "both" or "absolute". Default: None, which
+            is "both" for the profile "signed", otherwise "positive".
+        scale: Raw value that gets the strongest colour: "map" for each map's own, "request" for the
+            largest of all maps of this request, or a number above 0, such as ``Explanation.scale``
+            of an earlier result, to compare the pictures. Default: "map".
+        threshold: Quantile of the shown values, 0 to 1, below which nothing is painted: 0.8 paints
+            the strongest fifth. Default: None, which paints every value.
+        threshold_value: Raw value, 0 or more, below which nothing is painted, in place of
+            ``threshold``. Default: None.
+        contour_lines: Number of contour lines at equally spaced intensities, 0 to 16. Default: 0.
+        color_bar: True to add a bar with the colours and their raw values to the right of the
+            picture, which becomes wider than the photo. Default: False.
+        fade: True to multiply the opacity by the intensity, so that the photo shows where the map is
+            weak. Default: False.
+        regions: The regions of each map to return: True for those above the quantile 0.8, another
+            quantile, or ``RegionOptions``. Default: False.
+        class_map: True to return the predicted class of each cell, for models of semantic
+            segmentation. Default: False.
     """
 
     model: str | None
@@ -112,13 +113,22 @@ class ExplainOptions(TypedDict, total=False):
     heatmap: bool
     overlay: str | None
     heatmap_image: str | None
-    colormap: str
+    colormap: str | None
     alpha: float
     max_side: int | None
     quality: int | None
     max_predictions: int
     profile: str
     intensity: bool
+    sign: str | None
+    scale: str | float
+    threshold: float | None
+    threshold_value: float | None
+    contour_lines: int
+    color_bar: bool
+    fade: bool
+    regions: RegionsLike
+    class_map: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,13 +144,22 @@ class ExplainRequestBuilder:
     heatmap: bool = True
     overlay: str | None = "jpeg"
     heatmap_image: str | None = None
-    colormap: str = "jet"
+    colormap: str | None = None
     alpha: float = 0.5
     max_side: int | None = None
     quality: int | None = None
     max_predictions: int = 5
     profile: str = "paper"
     intensity: bool = False
+    sign: str | None = None
+    scale: str | float = "map"
+    threshold: float | None = None
+    threshold_value: float | None = None
+    contour_lines: int = 0
+    color_bar: bool = False
+    fade: bool = False
+    regions: RegionsLike = False
+    class_map: bool = False
 
     def request(self) -> explain_pb2.ExplainRequest:
         """Return the request without its image.
@@ -149,8 +168,8 @@ class ExplainRequestBuilder:
             InvalidArgument: An option is out of range or has the wrong type.
         """
         try:
-            for name, (low, high) in _RANGES.items():
-                _check_range(name, getattr(self, name), low, high)
+            check_range("top_k", self.top_k, 1, 16)
+            check_range("max_predictions", self.max_predictions, 0, _MAX_PREDICTIONS)
             return self._encode()
         except (TypeError, ValueError, AttributeError) as error:
             raise InvalidArgument(f"an option has the wrong type: {error}") from error
@@ -165,22 +184,10 @@ class ExplainRequestBuilder:
             ],
             top_k=self.top_k,
             layers=[self.layers] if isinstance(self.layers, str) else self.layers or (),
-            rendering=self._encode_rendering(),
+            rendering=_rendering.encode(self),
             max_predictions=self.max_predictions,
             fusion=look_up(_FUSIONS, self.fusion, "fusion"),
-        )
-
-    def _encode_rendering(self) -> explain_pb2.Rendering:
-        return explain_pb2.Rendering(
-            overlay=look_up(FORMATS, self.overlay, "rendering.overlay"),
-            heatmap=self.heatmap,
-            heatmap_image=look_up(FORMATS, self.heatmap_image, "rendering.heatmap_image"),
-            colormap=self.colormap,
-            alpha=self.alpha,
-            max_side=self.max_side or 0,
-            quality=self.quality or 0,
-            profile=look_up(_PROFILES, self.profile, "rendering.profile"),
-            intensity=self.intensity,
+            class_map=self.class_map,
         )
 
 
@@ -203,7 +210,7 @@ def image_bytes(image: object) -> bytes:
     """
     data = _read_image(image)
     if not data:
-        raise _invalid("image", "it is empty")
+        raise invalid("image", "it is empty")
     return data
 
 
@@ -212,7 +219,7 @@ def _read_image(image: object) -> bytes:
         if isinstance(image, types):
             return read(image)
     expected = "a path, bytes, a PIL image or a uint8 [H, W, 3] array"
-    raise _invalid("image", f"it must be {expected}, not {type(image).__name__}")
+    raise invalid("image", f"it must be {expected}, not {type(image).__name__}")
 
 
 def _read_file(path: str | os.PathLike[str]) -> bytes:
@@ -221,7 +228,7 @@ def _read_file(path: str | os.PathLike[str]) -> bytes:
             return _local.read_photo(file, os.fstat(file.fileno()).st_size)
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         reason = getattr(error, "strerror", None) or str(error)
-        raise _invalid("image", f"cannot read {os.fspath(path)!r}: {reason}") from error
+        raise invalid("image", f"cannot read {os.fspath(path)!r}: {reason}") from error
 
 
 _IMAGE_READERS: Sequence[tuple[tuple[type, ...], Callable[[Any], bytes]]] = (
@@ -273,27 +280,7 @@ def parameter(name: str, number_or_text: object, owner: str = "methods") -> expl
         return explain_pb2.Parameter(number=number_or_text)  # type: ignore[arg-type]  # protobuf checks it
     except TypeError as error:
         kind = type(number_or_text).__name__
-        raise _invalid(f"{owner}.{name}", f"it must be a number or a string, not {kind}") from error
-
-
-def look_up(choices: Mapping[K, V], name: K, field: str) -> V:
-    """Return the value of a choice.
-
-    Raises:
-        InvalidArgument: There is no choice of this name.
-    """
-    if name not in choices:
-        raise _invalid(field, f"unknown value {name!r}; expected one of {', '.join(map(repr, choices))}")
-    return choices[name]
-
-
-def _check_range(name: str, value: float | None, low: float, high: float) -> None:
-    if value is not None and not low <= value <= high:
-        raise _invalid(name, f"{value} is not between {low} and {high}")
-
-
-def _invalid(field: str, reason: str) -> InvalidArgument:
-    return InvalidArgument(f"{field}: {reason}", fields={field: reason})
+        raise invalid(f"{owner}.{name}", f"it must be a number or a string, not {kind}") from error
 
 
 def result(response: explain_pb2.ExplainResponse, targets: Sequence[explain_pb2.Target] = ()) -> Result:
@@ -307,7 +294,7 @@ def result(response: explain_pb2.ExplainResponse, targets: Sequence[explain_pb2.
     Raises:
         Internal: The response is invalid, such as a raw map without the declared number of values.
     """
-    if len(response.explanations) > _MAX_EXPLANATIONS or len(response.predictions) > _RANGES["max_predictions"][1]:
+    if len(response.explanations) > _MAX_EXPLANATIONS or len(response.predictions) > _MAX_PREDICTIONS:
         raise Internal("the server sent more explanations or predictions than a request can ask for")
     photo = _decode_photo(response.photo)
     timing = response.timing
@@ -329,7 +316,13 @@ def result(response: explain_pb2.ExplainResponse, targets: Sequence[explain_pb2.
             timing.render_ms,
             timing.batch_rows,
         ),
+        class_map=_decode_class_map(response.class_map) if response.HasField("class_map") else None,
     )
+
+
+def cost(response: explain_pb2.EstimateCostResponse) -> Cost:
+    """Decode the cost of a request."""
+    return Cost(rows=response.rows, explanations=response.explanations, max_rows=response.max_rows)
 
 
 def outcome(
@@ -419,7 +412,15 @@ def _decode_explanation(message: explain_pb2.Explanation, photo: Photo, receipt:
         eigen_smoothing=message.eigen_smoothing,
         fusion=_FUSION_NAMES.get(message.fusion),
         receipt_or_none=receipt,
+        scale=_decode_scale(message.scale),
+        regions=_regions.decode(message.regions, photo),
     )
+
+
+def _decode_scale(scale: float) -> float:
+    if not 0 <= scale < math.inf:
+        raise Internal("the server sent an invalid scale")
+    return scale
 
 
 def _decode_verdict(number: int) -> Verdict:
@@ -435,6 +436,13 @@ def _decode_heatmap(message: explain_pb2.Heatmap) -> NDArray[np.float32]:
     if values.size != message.height * message.width or not values.size:
         raise Internal(f"the server sent a heatmap that does not have {message.height} × {message.width} values")
     return values.astype(np.float32, copy=False).reshape(message.height, message.width)
+
+
+def _decode_class_map(message: explain_pb2.ClassMap) -> NDArray[np.uint16]:
+    values = np.frombuffer(message.data, "<u2") if len(message.data) % 2 == 0 else np.empty(0)
+    if values.size != message.height * message.width or not values.size:
+        raise Internal(f"the server sent a class map that does not have {message.height} × {message.width} cells")
+    return values.astype(np.uint16, copy=False).reshape(message.height, message.width)
 
 
 def _decode_picture(message: explain_pb2.Picture) -> Picture:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from camserve import _local
+from camserve import _html, _local
 from camserve._errors import InvalidArgument
-from camserve._picture import FORMATS, encode
+from camserve._picture import FORMATS, Picture, encode
 from camserve._plots import comparison
 from camserve.terminal import printable
 
@@ -224,6 +224,16 @@ class Evaluation:
 
     def _repr_png_(self) -> bytes:
         return encode(self.plot(), "png")
+
+    def _repr_html_(self) -> str:
+        headings, *lines = self.cells()
+        marked = [
+            (label, *(f"{cell} *" if (row, column) in self.best else cell for column, cell in enumerate(values)))
+            for row, (label, *values) in enumerate(lines)
+        ]
+        plot = self.plot()
+        picture = Picture("png", encode(plot, "png"), *plot.size)
+        return _html.table(headings, marked, self.explained.model) + _html.figure(picture, "Metrics", "", width="none")
 
 
 def format_value(value: float) -> str:

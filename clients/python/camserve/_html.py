@@ -1,13 +1,17 @@
-"""HTML of results for notebooks, with the pictures inline, so that nothing is fetched."""
+"""HTML of results for notebooks, with pictures, maps and script inline, so that nothing is fetched."""
 
 from __future__ import annotations
 
+import json
+import secrets
 from base64 import b64encode
 from html import escape
 from typing import TYPE_CHECKING
 
+from camserve._notebook import bundle
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
     from camserve._picture import Picture
 
@@ -33,7 +37,43 @@ def page(title: str, rows: Iterable[tuple[str, str]], figures: Iterable[str]) ->
     return f'<div style="display:flex;flex-wrap:wrap;gap:1em">{parts}</div>'
 
 
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> str:
+    """Return a table as HTML; the first cell of each row is its heading."""
+    head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
+    lines = "".join(
+        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
+        for first, *rest in rows
+    )
+    return f"<table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def comparison(summary: str, data: Mapping[str, object], figures: Iterable[str]) -> str:
+    """Return a comparison of maps as HTML.
+
+    Args:
+        summary: HTML that is shown above it.
+        data: The argument ``data`` of ``show`` in ``_notebook/view.js``.
+        figures: HTML that is shown if no script runs.
+    """
+    name = f"camserve-{secrets.token_hex(8)}"
+    static = f'<div style="display:flex;flex-wrap:wrap;gap:1em">{"".join(figures)}</div>'
+    call = f'{bundle.script()}.show(document.getElementById("{name}"), {_script_json(data)});'
+    return (
+        f'<div class="camserve-view"><style>{bundle.styles()}</style>{summary}<div id="{name}">{static}</div>'
+        f"<script>{call}</script></div>"
+    )
+
+
+def data_url(data: bytes, encoding: str) -> str:
+    """Return an image as a data URL."""
+    return f"data:image/{encoding};base64,{b64encode(data).decode()}"
+
+
+def _script_json(data: Mapping[str, object]) -> str:
+    # A text such as "</script>" or "<!--" would end the script, or hide what follows it.
+    return json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
+
+
 def _inline(picture: Picture, title: str) -> str:
-    data = b64encode(picture.data).decode()
-    source = f"data:image/{escape(picture.format)};base64,{data}"
+    source = data_url(picture.data, escape(picture.format))
     return f'<img style="max-width:100%" alt="{escape(title)}" src="{source}">'

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, TypedDict
 import numpy as np
 
 from camserve import _codec, _targets
+from camserve._checks import invalid, look_up
 from camserve._errors import Internal, InvalidArgument
 from camserve._inspection import Channel, Features, Inspection, LayerReading, Statistics
 from camserve._picture import Picture
+from camserve._rendering import FORMATS
 from camserve.v1 import explain_pb2
 
 if TYPE_CHECKING:
@@ -97,16 +99,16 @@ def features_request(image: object, options: FeaturesOptions) -> explain_pb2.Ext
     top = options.get("top", 16)
     try:
         if not 1 <= top <= _MAX_CHANNELS:
-            raise _invalid("top", f"{top} is not between 1 and {_MAX_CHANNELS}")
+            raise invalid("top", f"{top} is not between 1 and {_MAX_CHANNELS}")
         return explain_pb2.ExtractFeaturesRequest(
             model=options.get("model") or "",
             image=_codec.image_bytes(image),
             layer=options.get("layer") or "",
             target=_encode_target(options.get("target")),
-            rank=_codec.look_up(_RANKS, options.get("rank", "activation"), "rank"),
+            rank=look_up(_RANKS, options.get("rank", "activation"), "rank"),
             top=top,
             raw=options.get("maps", True),
-            picture=_codec.look_up(_codec.FORMATS, options.get("picture", "png"), "picture"),
+            picture=look_up(FORMATS, options.get("picture", "png"), "picture"),
             colormap=options.get("colormap", ""),
         )
     except (TypeError, ValueError) as error:
@@ -115,10 +117,6 @@ def features_request(image: object, options: FeaturesOptions) -> explain_pb2.Ext
 
 def _encode_target(target: _targets.TargetLike | None) -> explain_pb2.Target | None:
     return None if target is None else _targets.encode(target, "target", _codec.image_bytes)
-
-
-def _invalid(field: str, reason: str) -> InvalidArgument:
-    return InvalidArgument(f"{field}: {reason}", fields={field: reason})
 
 
 def inspection(message: explain_pb2.InspectLayersResponse) -> Inspection:

@@ -96,12 +96,12 @@ def _check_pixels(image: Image.Image) -> None:
         )
 
 
-def encode(image: Image.Image, encoding: str) -> bytes:
+def encode(image: Image.Image, encoding: str, quality: int = _JPEG_QUALITY) -> bytes:
     """Encode an image as "jpeg", "png" or "webp"."""
     options: dict[str, dict[str, Any]] = {
-        "jpeg": {"quality": _JPEG_QUALITY},
+        "jpeg": {"quality": quality},
         "png": {"compress_level": 1},  # for an upload, encoding time matters more than size
-        "webp": {"quality": _JPEG_QUALITY},
+        "webp": {"quality": quality},
     }
     file = io.BytesIO()
     source = image.convert("RGB") if encoding == "jpeg" else image
@@ -148,6 +148,31 @@ def onto_photo(heatmap: NDArray[np.float32], photo: Photo) -> NDArray[np.float32
     return resampled
 
 
+def classes_onto_photo(classes: NDArray[np.uint16], photo: Photo) -> NDArray[np.int32]:
+    """Return the class of each pixel of the photo: that of the cell that its centre lies in.
+
+    Args:
+        classes: uint16 [h, w], which covers ``photo.seen``.
+        photo: Geometry of the photo.
+
+    Returns:
+        int32 [photo.height, photo.width], with -1 outside of ``photo.seen``.
+    """
+    seen = photo.seen
+    rows, y = _nearest_cells(classes.shape[0], photo.height, seen.top, seen.bottom)
+    columns, x = _nearest_cells(classes.shape[1], photo.width, seen.left, seen.right)
+    resampled = np.full((photo.height, photo.width), -1, np.int32)
+    resampled[rows, columns] = classes[np.ix_(y, x)]
+    return resampled
+
+
+def _nearest_cells(cells: int, pixels: int, start: float, end: float) -> tuple[slice, NDArray[np.intp]]:
+    """Return the pixels that the model sees along one axis, and the index of the cell of each."""
+    seen, centres = _seen_pixels(pixels, start, end)
+    positions = (centres - start) / (end - start) * cells
+    return seen, np.clip(np.floor(positions), 0, cells - 1).astype(np.intp)
+
+
 @dataclass(frozen=True, slots=True)
 class _AxisSamples:
     """Interpolation weights along one axis, for each pixel that the model sees.
@@ -166,13 +191,17 @@ class _AxisSamples:
 
 
 def _sample_axis(cells: int, pixels: int, start: float, end: float) -> _AxisSamples:
-    # The model sees a pixel if it sees its centre.
-    first, last = max(0, math.ceil(start - 0.5)), min(pixels, math.ceil(end - 0.5))
-    centres = np.arange(first, last) + 0.5
+    seen, centres = _seen_pixels(pixels, start, end)
     positions = np.clip((centres - start) / (end - start) * cells - 0.5, 0, cells - 1)
     low = np.floor(positions).astype(np.intp)
     share = (positions - low).astype(np.float32)
-    return _AxisSamples(slice(first, max(first, last)), low, np.minimum(low + 1, cells - 1), share)
+    return _AxisSamples(seen, low, np.minimum(low + 1, cells - 1), share)
+
+
+def _seen_pixels(pixels: int, start: float, end: float) -> tuple[slice, NDArray[np.float64]]:
+    """Return the pixels along one axis whose centres the model sees, and these centres."""
+    first, last = max(0, math.ceil(start - 0.5)), min(pixels, math.ceil(end - 0.5))
+    return slice(first, max(first, last)), np.arange(first, last, dtype=np.float64) + 0.5
 
 
 def _interpolate(cells: NDArray[np.float32], samples: _AxisSamples) -> NDArray[np.float32]:

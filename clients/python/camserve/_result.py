@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from camserve import _html, _local
 from camserve._errors import FailedPrecondition, InvalidArgument
-from camserve._picture import FORMATS, Box, Photo, Picture, onto_photo
+from camserve._notebook import comparison
+from camserve._photo_source import PhotoSource
+from camserve._picture import FORMATS, Box, Photo, Picture, classes_onto_photo, onto_photo
 
 if TYPE_CHECKING:
     import os
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from camserve._receipts import Receipt
+    from camserve._regions import Region
     from camserve._targets import TargetLike
 
 T = TypeVar("T")
@@ -126,6 +129,9 @@ class Explanation:
         eigen_smoothing: True if the map is the first principal component instead of the sum.
         fusion: "mean", "max" or "product" if the maps of several layers were fused, else None.
         receipt_or_none: The receipt, see ``receipt``; None if the server sent none.
+        scale: Raw value with the strongest colour, for the option ``scale`` of another request.
+            0 if no value is shown, or if no picture, intensity or region was requested.
+        regions: The regions of the map, if requested, the one with the largest sum first.
     """
 
     method: str
@@ -147,6 +153,8 @@ class Explanation:
     eigen_smoothing: bool = False
     fusion: str | None = None
     receipt_or_none: Receipt | None = field(default=None, repr=False)
+    scale: float = 0.0
+    regions: tuple[Region, ...] = field(default=(), repr=False)
 
     @property
     def title(self) -> str:
@@ -238,16 +246,27 @@ class Explanation:
     def _repr_png_(self) -> bytes | None:
         return self.overlay_picture.encoded("png") if self.overlay_picture else None
 
+    @property
+    def heading(self) -> str:
+        """The title and the method."""
+        return f"{self.title} · {self.how}"
+
+    @property
+    def warning(self) -> str:
+        """The verdict with its description; empty if it is OK."""
+        return "" if self.verdict is Verdict.OK else f"{self.verdict}: {self.verdict_message}"
+
+    @property
+    def note(self) -> str:
+        """The layer and the warning."""
+        return " · ".join(filter(None, (self.layer, self.warning)))
+
     def html(self) -> str:
         """The overlay with its title as HTML, for a notebook."""
-        return _html.figure(self.overlay_picture, f"{self.title} · {self.how}", self._note())
+        return _html.figure(self.overlay_picture, self.heading, self.note)
 
     def _repr_html_(self) -> str:
         return self.html()
-
-    def _note(self) -> str:
-        verdict = "" if self.verdict is Verdict.OK else f"{self.verdict}: {self.verdict_message}"
-        return " · ".join(filter(None, (self.layer, verdict)))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -264,6 +283,9 @@ class Result:
         request_id: Id of the request in the server's log.
         photo: Geometry of the photo, and of the part that the model saw.
         timing: Duration of each stage of the request.
+        class_map: The predicted class of each cell of a segmentation, uint16 [h, w], read-only, over
+            the part of the photo that the model saw; None if it was not requested.
+        source: Reference to the photo, for the display in a notebook.
     """
 
     predictions: tuple[Prediction, ...]
@@ -272,15 +294,35 @@ class Result:
     request_id: str
     photo: Photo
     timing: Timing
+    class_map: NDArray[np.uint16] | None = field(default=None, repr=False)
+    source: PhotoSource = field(default_factory=PhotoSource, repr=False)
 
     @property
     def size(self) -> tuple[int, int]:
         """Width and height of the photo in pixels, upright."""
         return self.photo.width, self.photo.height
 
+    @property
+    def class_map_on_image(self) -> NDArray[np.int32]:
+        """The predicted class of each pixel of the photo: int32 [height, width].
+
+        It is that of the cell that the pixel's centre lies in, and -1 outside of ``photo.seen``.
+
+        Raises:
+            FailedPrecondition: The class map was not requested.
+        """
+        return classes_onto_photo(_present(self.class_map, "class map", "class_map=True"), self.photo)
+
+    def html(self) -> str:
+        """The predictions, and a comparison of the maps over the photo, as HTML for a notebook.
+
+        It needs no server. If the maps were not requested, or the photo is not available any more, it
+        has the overlays instead.
+        """
+        return comparison.result_html(self)
+
     def _repr_html_(self) -> str:
-        rows = [(prediction.name, f"{prediction.probability:.1%}") for prediction in self.predictions]
-        return _html.page(self.model, rows, [explanation.html() for explanation in self.explanations])
+        return self.html()
 
 
 def _present(part: T | None, name: str, option: str) -> T:

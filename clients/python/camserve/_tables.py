@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from camserve._inspection import LayerReading
     from camserve._replay import Check, Replay
     from camserve._result import Explanation, Result
-    from camserve._values import Layer, MethodInfo, Model, ParameterInfo
+    from camserve._values import Cost, Layer, MethodInfo, Model, ParameterInfo
 
 MODEL_HEADINGS = (
     "model",
@@ -35,6 +35,8 @@ MODEL_HEADINGS = (
     "precision",
     "state",
 )
+COST_HEADINGS = ("photos", "explanations of each", "rows of each", "rows in all", "most rows of a request")
+REGION_HEADINGS = ("file", "region", "box", "area", "share", "peak", "value")
 RESULT_HEADINGS = ("image", "prediction", "method", "target", "verdict", "file")
 
 _STYLES = {Verdict.OK: "green", Verdict.UNSPECIFIED: "", Verdict.NON_FINITE: "red"}
@@ -200,6 +202,35 @@ def result_rows(
         (str(image), prediction, explanation.how, explanation.title, _verdict(explanation), path.name)
         for explanation, path in written
     ]
+
+
+def region_rows(written: Iterable[tuple[Explanation, Path]]) -> list[tuple[str, ...]]:
+    """Return a row for each region of the explanations of an image."""
+    return [
+        (
+            path.name,
+            str(number),
+            "{left:.0f},{top:.0f},{right:.0f},{bottom:.0f}".format(**asdict(region.box)),
+            f"{region.area:,}",
+            f"{region.share:.1%}",
+            "{:.0f},{:.0f}".format(*region.peak),
+            f"{region.peak_value:.3g}",
+        )
+        for explanation, path in written
+        for number, region in enumerate(explanation.regions, 1)
+    ]
+
+
+def regions_as_json(explanation: Explanation) -> str:
+    """Return the regions of an explanation as JSON, with the size of the photo."""
+    photo = explanation.photo
+    regions = [region.plain() for region in explanation.regions]
+    return json.dumps({"width": photo.width, "height": photo.height, "regions": regions}, allow_nan=False)
+
+
+def cost_row(cost: Cost, photos: int) -> tuple[str, ...]:
+    """Return the row of the cost of explaining photos."""
+    return tuple(f"{n:,}" for n in (photos, cost.explanations, cost.rows, photos * cost.rows, cost.max_rows))
 
 
 def _verdict(explanation: Explanation) -> Text:

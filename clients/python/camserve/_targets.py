@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeAlias
 
+from camserve._checks import invalid
 from camserve._errors import InvalidArgument
 from camserve._picture import Box
 from camserve.v1 import explain_pb2
@@ -199,7 +200,7 @@ def _encode_similarity(target: Similarity, field: str, read_image: Callable[[obj
         return explain_pb2.Target(similarity=explain_pb2.Similarity(image=read_image(target.image)))
     except InvalidArgument as error:
         reason = next(iter(error.fields.values()), str(error))
-        raise _invalid(f"{field}.similarity.image", reason) from error
+        raise invalid(f"{field}.similarity.image", reason) from error
 
 
 def _encode_segment(target: Segment, field: str, _read_image: object) -> explain_pb2.Target:
@@ -237,10 +238,10 @@ def _class_name(class_: ClassLike, field: str) -> explain_pb2.ClassName:
 def _class_index(class_: object, field: str) -> int:
     if isinstance(class_, bool) or not isinstance(class_, SupportsIndex):
         kind = type(class_).__name__
-        raise _invalid(field, f"a class must be a label or an index, not {kind}")
+        raise invalid(field, f"a class must be a label or an index, not {kind}")
     index = operator.index(class_)
     if not 0 <= index <= _MAX_CLASS_INDEX:
-        raise _invalid(field, f"{index} is not a class index: it must be between 0 and {_MAX_CLASS_INDEX}")
+        raise invalid(field, f"{index} is not a class index: it must be between 0 and {_MAX_CLASS_INDEX}")
     return index
 
 
@@ -249,7 +250,7 @@ def _encode_box(box: object, field: str) -> explain_pb2.Box:
     try:
         left, top, right, bottom = map(float, edges)  # type: ignore[call-overload]  # not yet checked
     except (TypeError, ValueError) as error:
-        raise _invalid(field, f"a box must be (left, top, right, bottom), not {box!r}") from error
+        raise invalid(field, f"a box must be (left, top, right, bottom), not {box!r}") from error
     return explain_pb2.Box(left=left, top=top, right=right, bottom=bottom)
 
 
@@ -302,7 +303,3 @@ def as_iterable(targets: TargetLike | Iterable[TargetLike] | None) -> Iterable[T
     if isinstance(targets, Iterable) and not isinstance(targets, str):
         return targets
     return (targets,)
-
-
-def _invalid(field: str, reason: str) -> InvalidArgument:
-    return InvalidArgument(f"{field}: {reason}", fields={field: reason})

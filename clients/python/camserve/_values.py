@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,6 +30,48 @@ class Method:
     parameters: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
     augmentation_smoothing: bool = False
     eigen_smoothing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegionOptions:
+    """The regions of a map to return: its connected parts above a threshold, strongest first.
+
+    >>> RegionOptions(mass=0.5, max_regions=3).max_regions
+    3
+
+    Attributes:
+        quantile: Threshold as a quantile of the shown values, 0 to 1. Default: 0.8, unless there is
+            a ``mass``.
+        mass: Threshold as a share of the sum of the shown values, 0 to 1: the strongest pixels that
+            together have at least this share.
+        max_regions: Maximum number of regions, 1 to 64: those with the largest sums.
+        draw: True to draw their outlines on the overlay.
+        masks: True to return a mask of each region.
+    """
+
+    quantile: float | None = None
+    mass: float | None = None
+    max_regions: int = 8
+    draw: bool = False
+    masks: bool = False
+
+
+RegionsLike: TypeAlias = "bool | float | RegionOptions | None"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Cost of a request.
+
+    Attributes:
+        rows: The number of rows (copies of the image through the model).
+        explanations: The number of explanations.
+        max_rows: The maximum number of rows of a request.
+    """
+
+    rows: int
+    explanations: int
+    max_rows: int
 
 
 class Health(StrEnum):

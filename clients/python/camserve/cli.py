@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, cast
 
 import click
 
@@ -21,7 +21,7 @@ from camserve._settings import DEFAULT_ADDRESS, DEFAULT_TIMEOUT
 from camserve.terminal import brief, echo, print_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
     from typing import Unpack
 
     from rich.text import Text
@@ -37,6 +37,8 @@ ignored, and the other options have their defaults:
 
     context.invoke(cli.explain, connect=lambda: client, paths=("cat.jpg",), output=Path("out"))
 """
+
+T = TypeVar("T")
 
 FAILED, INTERRUPTED = 1, 130
 """Exit codes of a command that failed, and of one that was interrupted with Ctrl-C."""
@@ -237,14 +239,35 @@ class ExplainFlags(TypedDict):
     layers: tuple[str, ...]
     fusion: str | None
     top_k: int
-    colormap: str
+    colormap: str | None
     alpha: float
     overlay: str
     heatmap: bool
     intensity: bool
     receipts: bool
     profile: str
+    sign: str | None
+    scale: str | float
+    threshold: float | None
+    threshold_value: float | None
+    contour_lines: int
+    color_bar: bool
+    fade: bool
+    regions: bool
+    region_quantile: float | None
+    region_mass: float | None
+    max_regions: int | None
+    draw_regions: bool
     max_side: int | None
+
+
+_REGION_OPTIONS = {
+    "region_quantile": "quantile",
+    "region_mass": "mass",
+    "max_regions": "max_regions",
+    "draw_regions": "draw",
+}
+"""Fields of ``RegionOptions`` by the flags that set them."""
 
 
 class _ImagePath(click.ParamType[str]):
@@ -268,6 +291,12 @@ class _LocalFolder(click.Path):
             reason = "the folder must be local; `camserve-server ray explain` writes to object stores"
             self.fail(f"{value} is a URI: {reason}", param, ctx)
         return super().convert(value, param, ctx)
+
+
+def _none_if_omitted(context: click.Context, option: click.Parameter, value: T) -> T | None:
+    """Return None for an option that was not given, so that the server chooses its value."""
+    is_default = context.get_parameter_source(option.name or "") is click.core.ParameterSource.DEFAULT
+    return None if is_default else value
 
 
 _photo_argument = click.argument("photo", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PHOTO")
@@ -329,7 +358,14 @@ _target_option = click.option(
     metavar="N",
     help="Number of predicted classes to explain if there is no --target.",
 )
-@click.option("--colormap", default="jet", show_default=True, metavar="NAME", help="Colour map of the heatmap.")
+@click.option(
+    "--colormap",
+    default="jet",
+    show_default="jet; coolwarm for --sign both",
+    metavar="NAME",
+    callback=_none_if_omitted,
+    help="Colour map of the heatmap.",
+)
 @click.option("--alpha", default=0.5, show_default=True, help="Opacity of the heatmap, 0 to 1.")
 @click.option(
     "--format",
@@ -347,9 +383,49 @@ _target_option = click.option(
     "--profile",
     default="paper",
     show_default=True,
-    type=click.Choice(["paper", "grad-cam", "torchcam", "captum"]),
-    help="Convention that converts raw values to colours.",
+    type=click.Choice(["paper", "grad-cam", "torchcam", "captum", "signed"]),
+    help="Convention that converts raw values to colours. `signed` shows evidence for and against the target.",
 )
+@click.option(
+    "--sign",
+    type=click.Choice(["positive", "negative", "both", "absolute"]),
+    help="Values to show. Default: positive; both with --profile signed.",
+)
+@click.option(
+    "--scale",
+    default="map",
+    show_default=True,
+    type=_parse_number_or_text,
+    metavar="map|request|VALUE",
+    help="Raw value with the strongest colour: each map's own, the largest of the photo's maps, or a number.",
+)
+@click.option(
+    "--threshold",
+    type=float,
+    metavar="QUANTILE",
+    help="Paint only values above this quantile: 0.8 paints the strongest fifth.",
+)
+@click.option("--threshold-value", type=float, metavar="VALUE", help="Paint only raw values above this one.")
+@click.option("--contour-lines", default=0, show_default=True, metavar="N", help="Number of contour lines, up to 16.")
+@click.option("--color-bar", is_flag=True, help="Add a bar with the colours and their raw values.")
+@click.option("--fade", is_flag=True, help="Show the photo where the map is weak.")
+@click.option(
+    "--regions", is_flag=True, help="Also write the regions of each map, as .regions.json, and print a table of them."
+)
+@click.option(
+    "--region-quantile",
+    type=float,
+    metavar="QUANTILE",
+    help="Regions are above this quantile. Default: 0.8. Implies --regions.",
+)
+@click.option(
+    "--region-mass",
+    type=float,
+    metavar="SHARE",
+    help="Regions are the strongest pixels with this share of the map's sum. Implies --regions.",
+)
+@click.option("--max-regions", type=int, metavar="N", help="Maximum number of regions. Default: 8. Implies --regions.")
+@click.option("--draw-regions", is_flag=True, help="Draw the outlines of the regions. Implies --regions.")
 @click.option("--receipts", is_flag=True, help="Also write receipts for `camserve replay`, as .receipt.json.")
 @click.option("--max-side", type=int, metavar="PIXELS", help="Maximum length of an overlay's longer side.")
 @click.option(
@@ -364,18 +440,22 @@ _target_option = click.option(
     help='Column of a Parquet file with the photos, as bytes or paths. Default: "image", or the only one with bytes.',
 )
 @click.option(
+    "--dry-run", is_flag=True, help="Print the cost in rows (copies of a photo through the model), and send no photo."
+)
+@click.option(
     "--allow-outside",
     is_flag=True,
     help="Also read photos outside of the named folders: through links, or by the paths in a Parquet file.",
 )
 @_connection_options
-def explain(
+def explain(  # noqa: PLR0913 -- every one is an option of the command
     paths: tuple[str, ...],
     output: Path,
     connect: Connect,
     *,
     resume: bool,
     column: str,
+    dry_run: bool,
     allow_outside: bool,
     **flags: Unpack[ExplainFlags],
 ) -> int:
@@ -389,18 +469,32 @@ def explain(
     if resume:
         with _as_usage_errors():
             photos = dataset.Photos(paths, column, str(output), allow_outside=allow_outside)
-        return _run_job(photos, output, connect, flags)
+        return _print_cost(photos, connect, flags) if dry_run else _run_job(photos, output, connect, flags)
     with _as_usage_errors():
         images, skipped = _files.images_in(paths, output, allow_outside=allow_outside)
     for path in skipped:
         _print_error(f"{path} is a link out of its folder: use --allow-outside to follow it")
+    if dry_run:
+        return _print_cost(images, connect, flags)
     return _explain_images(images, output, connect, flags) or (FAILED if skipped else 0)
+
+
+def _print_cost(photos: Iterable[object], connect: Connect, flags: ExplainFlags) -> int:
+    with _as_usage_errors():
+        client = connect()
+    with client:
+        with _as_usage_errors():
+            cost = client.estimate_cost(**_explain_options(flags))
+        count = sum(1 for _ in photos)
+    print_table(_tables.COST_HEADINGS, [_tables.cost_row(cost, count)])
+    return 0
 
 
 def _explain_images(images: list[Path], output: Path, connect: Connect, flags: ExplainFlags) -> int:
     options = _explain_options(flags)
     names = _files.UniqueNames(output)
     rows: list[Sequence[str | Text]] = []
+    region_rows: list[Sequence[str]] = []
     failed = 0
     with _as_usage_errors():
         client = connect()
@@ -415,10 +509,14 @@ def _explain_images(images: list[Path], output: Path, connect: Connect, flags: E
                     continue
                 written = _write_result(names, image, outcome, flags)
                 rows += _tables.result_rows(image, written, outcome)
+                region_rows += _tables.region_rows(written)
         finally:
             # Also after an error or Ctrl-C, list the files that were written.
             if rows:
                 print_table(_tables.RESULT_HEADINGS, rows)
+            if region_rows:
+                echo()
+                print_table(_tables.REGION_HEADINGS, region_rows)
     return FAILED if failed else 0
 
 
@@ -446,7 +544,9 @@ def job_spec(flags: ExplainFlags) -> dataset.JobSpec:
         InvalidArgument: An option is out of range.
     """
     outputs = dataset.Outputs(flags["overlay"], flags["heatmap"], flags["receipts"])
-    spec = dataset.JobSpec(_explain_options(flags), outputs)
+    options = _explain_options(flags)
+    options["regions"] = _region_options(flags, masks=False)  # the results are a table, which has no masks
+    spec = dataset.JobSpec(options, outputs)
     spec.plain()  # validates the options
     return spec
 
@@ -461,10 +561,19 @@ def job_summary(tally: dataset.Tally, output: str) -> str:
 
 
 def _explain_options(flags: ExplainFlags) -> camserve.ExplainOptions:
-    options = {name: value for name, value in flags.items() if name != "receipts"}
+    omitted = {"receipts", "regions", *_REGION_OPTIONS}
+    options = {name: value for name, value in flags.items() if name not in omitted}
+    options["regions"] = _region_options(flags, masks=True)
     # A receipt contains the raw map, to compare with.
     options["heatmap"] = flags["heatmap"] or flags["receipts"]
     return cast("camserve.ExplainOptions", options)
+
+
+def _region_options(flags: ExplainFlags, *, masks: bool) -> camserve.RegionOptions | None:
+    # A program that runs a job may leave flags out.
+    values: dict[str, Any] = {field: flags.get(flag) for flag, field in _REGION_OPTIONS.items()}
+    given = {field: value for field, value in values.items() if value is not None and value is not False}
+    return camserve.RegionOptions(masks=masks, **given) if given or flags.get("regions") else None
 
 
 @contextmanager
@@ -496,6 +605,8 @@ def _write_data(explanation: camserve.Explanation, path: Path, flags: ExplainFla
         explanation.receipt.save(path.with_suffix(".receipt.json"))
     if explanation.intensity is not None:
         _local.write(path.with_suffix(".intensity.npy"), _local.npy(explanation.intensity))
+    if _region_options(flags, masks=True):
+        _local.write(path.with_suffix(".regions.json"), _tables.regions_as_json(explanation).encode())
 
 
 def _parse_metric(text: str) -> camserve.Metric:
@@ -790,6 +901,22 @@ def health(service: str, connect: Connect, *, as_json: bool) -> int:
         status = client.health(service)
     _print({"service": service, "status": status}, ("status",), [(status,)], as_json=as_json)
     return 0 if status is camserve.Health.SERVING else FAILED
+
+
+@main.command()
+@click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="Port; 0 picks a free one.")
+@click.option("--no-browser", is_flag=True, help="Print the address of the page, and open no browser.")
+@_connection_options
+def ui(connect: Connect, *, port: int, no_browser: bool) -> None:
+    """Open the web page for a server, in a browser on this machine.
+
+    The page shows explanations side by side. This command forwards its calls to the server, and keeps the token away
+    from the browser. The address of the page has a key, which only you should know. Ctrl-C ends the command.
+    """
+    from camserve import _ui  # noqa: PLC0415 -- imports an HTTP server
+
+    with connect() as client:
+        _ui.run(client, port, open_browser=not no_browser)
 
 
 def _print(values: object, headings: Sequence[str], rows: Sequence[Sequence[str | Text]], *, as_json: bool) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from camserve import _codec, _replay, _stream
 from camserve import _transport_async as transport
 from camserve._async.streams import StreamCalls
+from camserve._photo_source import PhotoSource
 from camserve._progress import progress_bar
 from camserve._settings import DEFAULT_IN_FLIGHT
+from camserve.v1 import explain_pb2
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterable, Iterable
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from camserve._receipts import Receipt
     from camserve._replay import Replay
     from camserve._result import Result
-    from camserve.v1 import explain_pb2
+    from camserve._values import Cost
 
 
 class ExplanationCalls(StreamCalls):
@@ -48,7 +51,9 @@ class ExplanationCalls(StreamCalls):
             CamserveError: The subclass gives the reason. Options that are certainly invalid are
                 not sent.
         """
-        return await self._explain_one(_codec.ExplainRequestBuilder(**options).request(), image, on_progress, timeout)
+        request = _codec.ExplainRequestBuilder(**options).request()
+        result = await self._explain_one(request, image, on_progress, timeout)
+        return replace(result, source=PhotoSource(image, _codec.image_bytes))
 
     async def replay(
         self,
@@ -72,6 +77,20 @@ class ExplanationCalls(StreamCalls):
         """
         result = await self._explain_one(_replay.request(receipt), image, on_progress, timeout)
         return _replay.compare(receipt, _replay.explanation(result))
+
+    async def estimate_cost(self, *, timeout: float | None = None, **options: Unpack[_codec.ExplainOptions]) -> Cost:
+        """Return the cost of a request without running it. It needs no image.
+
+        Args:
+            timeout: Seconds, instead of the client's.
+            **options: The options of ``explain``.
+
+        Raises:
+            CamserveError: ``explain`` would reject these options too.
+        """
+        question = _codec.ExplainRequestBuilder(**options).request()
+        request = explain_pb2.EstimateCostRequest(explain=question)
+        return _codec.cost(await self._call(lambda stubs: stubs.explain.EstimateCost, request, timeout))
 
     @overload
     def explain_many(

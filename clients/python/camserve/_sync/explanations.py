@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from camserve import _codec, _replay, _stream
 from camserve import _transport_sync as transport
+from camserve._photo_source import PhotoSource
 from camserve._progress import progress_bar
 from camserve._settings import DEFAULT_IN_FLIGHT
 from camserve._sync.streams import StreamCalls
+from camserve.v1 import explain_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from camserve._receipts import Receipt
     from camserve._replay import Replay
     from camserve._result import Result
-    from camserve.v1 import explain_pb2
+    from camserve._values import Cost
 
 
 class ExplanationCalls(StreamCalls):
@@ -49,7 +52,9 @@ class ExplanationCalls(StreamCalls):
             CamserveError: The subclass gives the reason. Options that are certainly invalid are
                 not sent.
         """
-        return self._explain_one(_codec.ExplainRequestBuilder(**options).request(), image, on_progress, timeout)
+        request = _codec.ExplainRequestBuilder(**options).request()
+        result = self._explain_one(request, image, on_progress, timeout)
+        return replace(result, source=PhotoSource(image, _codec.image_bytes))
 
     def replay(
         self,
@@ -73,6 +78,20 @@ class ExplanationCalls(StreamCalls):
         """
         result = self._explain_one(_replay.request(receipt), image, on_progress, timeout)
         return _replay.compare(receipt, _replay.explanation(result))
+
+    def estimate_cost(self, *, timeout: float | None = None, **options: Unpack[_codec.ExplainOptions]) -> Cost:
+        """Return the cost of a request without running it. It needs no image.
+
+        Args:
+            timeout: Seconds, instead of the client's.
+            **options: The options of ``explain``.
+
+        Raises:
+            CamserveError: ``explain`` would reject these options too.
+        """
+        question = _codec.ExplainRequestBuilder(**options).request()
+        request = explain_pb2.EstimateCostRequest(explain=question)
+        return _codec.cost(self._call(lambda stubs: stubs.explain.EstimateCost, request, timeout))
 
     @overload
     def explain_many(

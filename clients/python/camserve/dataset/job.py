@@ -19,7 +19,7 @@ import grpc
 import numpy as np
 from google.protobuf import json_format
 
-from camserve import _codec, _files
+from camserve import _codec, _files, _rendering
 from camserve._errors import CamserveError, FailedPrecondition
 from camserve._retry import RETRYABLE, too_large
 from camserve._settings import DEFAULT_IN_FLIGHT
@@ -84,6 +84,11 @@ class JobSpec:
 
     options: _codec.ExplainOptions
     outputs: rows.Outputs
+
+    @property
+    def regions(self) -> bool:
+        """True if the results have a column with the regions of each map."""
+        return _rendering.are_regions_requested(self.options.get("regions"))
 
     def plain(self) -> dict[str, Any]:
         """Return the options as values for JSON, to compare them with those of the job in a folder."""
@@ -211,7 +216,8 @@ def write_results(store: Store, done: Sequence[Rows], batch: Iterable[Key] = ())
         return
     keys = sorted(map(_key_text, batch)) or sorted(photo_rows[0]["image"] for photo_rows in done)
     name = hashlib.blake2b("\n".join(keys).encode(), digest_size=12).hexdigest()
-    table = arrow("").Table.from_pylist([row for photo_rows in done for row in photo_rows], schema=rows.schema())
+    schema = rows.schema(regions="regions" in done[0][0])
+    table = arrow("").Table.from_pylist([row for photo_rows in done for row in photo_rows], schema=schema)
     file = io.BytesIO()
     arrow("parquet").write_table(table, file, compression="zstd")
     store.write(f"{RESULTS_FOLDER}/part-{name}.parquet", file.getvalue(), lasting=True)
@@ -316,14 +322,15 @@ class _PhotoExplainer:
         """Write the pictures of a photo; return its rows."""
         name = _key_text(key)
         if isinstance(outcome, CamserveError):
-            return [rows.failed(name, outcome)] if _is_photo_error(outcome) else outcome
+            return [rows.failed(name, outcome, regions=self.spec.regions)] if _is_photo_error(outcome) else outcome
         stem = _files.truncate(PurePosixPath(name).stem, _MAX_STEM_BYTES)
         pictures = rows.pictures(stem, _hash_key(key).hex()[:16], outcome, self.spec.outputs)
         photo_rows: Rows = []
         for index, (overlay, files) in enumerate(pictures):
             for path, data in files.items():
                 self.store.write(path, data)
-            photo_rows.append(rows.explained(name, index, outcome, self.digest, overlay))
+            row = rows.explained(name, index, outcome, self.digest, overlay, regions=self.spec.regions)
+            photo_rows.append(row)
         return photo_rows
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from camserve.dataset.store import arrow
 
 if TYPE_CHECKING:
     from camserve._errors import CamserveError
+    from camserve._regions import Region
     from camserve._result import Explanation, Prediction, Result
 
 SUFFIXES = {"jpeg": ".jpg", "png": ".png", "webp": ".webp"}
@@ -32,12 +33,16 @@ class Outputs:
     receipts: bool
 
 
-def schema() -> Any:
-    """Return the columns of the table as a pyarrow schema."""
+def schema(*, regions: bool = False) -> Any:
+    """Return the columns of the table as a pyarrow schema.
+
+    Args:
+        regions: True for a job that also returns the regions of each map.
+    """
     pa = arrow()
     text, integer = pa.string(), pa.int32()
     prediction = {"class_index": integer, "label": text, "probability": pa.float32(), "score": pa.float32()}
-    return pa.schema(
+    columns = pa.schema(
         {
             "image": text,
             "explanation": integer,
@@ -60,14 +65,25 @@ def schema() -> Any:
             "overlay": text,
         }
     )
+    return columns.append(pa.field("regions", _regions_type())) if regions else columns
 
 
-def failed(key: str, error: CamserveError) -> dict[str, Any]:
-    """Return the row of a photo that could not be explained."""
-    return {"image": key, "explanation": 0, "error": error.code.name, "error_message": error.message}
+def _regions_type() -> Any:
+    pa = arrow()
+    number = pa.float32()
+    box = pa.struct(dict.fromkeys(("left", "top", "right", "bottom"), number))
+    peak = pa.struct({"x": number, "y": number})
+    region = {"box": box, "area": pa.int64(), "share": number, "peak": peak, "peak_value": number}
+    return pa.list_(pa.struct(region))
 
 
-def explained(key: str, index: int, result: Result, digest: str, overlay: str) -> dict[str, Any]:
+def failed(key: str, error: CamserveError, *, regions: bool) -> dict[str, Any]:
+    """Return the row of a photo that could not be explained; ``regions`` is as for ``schema``."""
+    row = {"image": key, "explanation": 0, "error": error.code.name, "error_message": error.message}
+    return row | ({"regions": None} if regions else {})
+
+
+def explained(key: str, index: int, result: Result, digest: str, overlay: str, *, regions: bool) -> dict[str, Any]:
     """Return the row of one explanation.
 
     Args:
@@ -76,9 +92,10 @@ def explained(key: str, index: int, result: Result, digest: str, overlay: str) -
         result: The result.
         digest: SHA-256 of the model's weights.
         overlay: Path of the overlay in the job's folder.
+        regions: As for ``schema``.
     """
     explanation = result.explanations[index]
-    return {
+    row = {
         "image": key,
         "explanation": index,
         "model": result.model,
@@ -96,6 +113,18 @@ def explained(key: str, index: int, result: Result, digest: str, overlay: str) -
         "verdict": str(explanation.verdict),
         "verdict_message": explanation.verdict_message,
         "overlay": overlay,
+    }
+    return row | ({"regions": list(map(_region_columns, explanation.regions))} if regions else {})
+
+
+def _region_columns(region: Region) -> dict[str, Any]:
+    x, y = region.peak
+    return {
+        "box": asdict(region.box),
+        "area": region.area,
+        "share": region.share,
+        "peak": {"x": x, "y": y},
+        "peak_value": region.peak_value,
     }
 
 

@@ -1,0 +1,71 @@
+"""HTML of a result for a notebook: the predictions, and its maps side by side over the photo."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from camserve import _html
+from camserve._picture import Picture, encode
+from camserve._targets import Finer, Similarity
+
+if TYPE_CHECKING:
+    from camserve._result import Explanation, Result
+
+_SIGNED_METHODS = frozenset({"integrated_gradients"})
+_SMALL_PIXELS = 300_000  # of all small pictures together, so that a notebook stays small
+_SMALL_SIDES = (96, 256)  # of one of them
+_QUALITY = 80
+
+
+def result_html(result: Result) -> str:
+    """Return a result as HTML.
+
+    Without raw maps, or if the photo is not available any more, it has the overlays instead of the comparison.
+    """
+    maps = [explanation for explanation in result.explanations if explanation.heatmap is not None]
+    receipt = maps[0].receipt_or_none if maps else None
+    photo = result.source.thumbnail(receipt.image_sha256) if receipt else None
+    rows = [(prediction.name, f"{prediction.probability:.1%}") for prediction in result.predictions]
+    if photo is None:
+        return _html.page(result.model, rows, [explanation.html() for explanation in result.explanations])
+    data = {
+        "photo": asdict(result.photo),
+        "image": _html.data_url(photo, "jpeg"),
+        "maps": [_plain(explanation) for explanation in maps],
+    }
+    figures = [_html.figure(_small(each.overlay_picture, len(maps)), each.heading, each.note) for each in maps]
+    return _html.comparison(_html.table(("class", "probability"), rows, result.model), data, figures)
+
+
+def _plain(explanation: Explanation) -> dict[str, Any]:
+    heatmap: Any = explanation.heatmap
+    values = b64encode(np.ascontiguousarray(heatmap, "<f4").tobytes()).decode()
+    return {
+        "title": explanation.heading,
+        "layer": explanation.layer,
+        "warning": explanation.warning,
+        "signed": _is_signed(explanation),
+        "heatmap": {"height": heatmap.shape[0], "width": heatmap.shape[1], "data": values},
+    }
+
+
+def _is_signed(explanation: Explanation) -> bool:
+    """Return True if evidence against the target matters as much as evidence for it."""
+    # The server does not send back the target of a similarity.
+    is_similarity = explanation.resolved is None and explanation.target.label == "similarity"
+    is_comparison = explanation.contrast is not None or isinstance(explanation.resolved, Finer | Similarity)
+    return is_similarity or is_comparison or explanation.method in _SIGNED_METHODS
+
+
+def _small(picture: Picture | None, count: int) -> Picture | None:
+    if picture is None:
+        return None
+    smallest, largest = _SMALL_SIDES
+    side = round(min(largest, max(smallest, (_SMALL_PIXELS / count) ** 0.5)))
+    image = picture.open()
+    image.thumbnail((side, side))
+    return Picture("jpeg", encode(image, "jpeg", _QUALITY), *image.size)
