@@ -179,6 +179,7 @@ def test_hover_shows_the_values_of_all_maps(page):
 
 def test_look_changes_pixels_without_a_request(page):
     choose_photo(page)
+    page.wait_for_load_state("networkidle")
     before = len(page.watch.requests)
     seen = [page.evaluate(PIXELS)]
     for change in (

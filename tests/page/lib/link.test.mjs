@@ -10,11 +10,10 @@ const STATE = {
     model: "resnet50",
     methods: [{ name: "gradcam" }, { name: "smoothgrad", parameters: { samples: { number: 32 } } }],
     targets: [{ label: "tabby ü </script>" }, { contrast: { why: { classIndex: 281 }, whyNot: { label: "lynx" } } }],
-    layers: ["layer4"],
     topK: 2,
   },
-  style: { profile: "signed", scale: 2.5, threshold: { quantile: 0.8 }, fade: true, smooth: false, opacity: 0, contourLines: 0 },
-  view: { tab: "compare", pair: [0, 1] },
+  style: { sign: "both", scale: 2.5, threshold: { quantile: 0.8 }, fade: true, smooth: false, opacity: 0, contourLines: 0 },
+  view: { models: ["resnet50", "vit"], layers: { resnet50: ["layer4"] }, regions: true },
 };
 
 test("a link restores the state, and only has characters of a fragment", () => {
@@ -37,19 +36,20 @@ test("a link without a state has the defaults", () => {
 
 const encoded = (text) => `1.${Buffer.from(text).toString("base64url")}`;
 
-for (const rubbish of ["", "#", "about", "1.", "1.%%%", "2.e30", encoded("{"), encoded("null"), encoded("{}"), "1.gICA", encoded("[".repeat(3000)), `1.${"A".repeat(9000)}`, encoded(`${"[".repeat(20)}${"]".repeat(20)}`)]) {
+for (const rubbish of ["", "#", "about", "1.", "1.%%%", "2.e30", encoded("{"), encoded("null"), encoded("{}"), "1.gICA", encoded("[".repeat(3000)), `1.${"A".repeat(9000)}`]) {
   test(`rubbish is no state: ${rubbish.slice(0, 12)}`, () => assert.equal(readLink(rubbish), null));
 }
 
 test("values of the wrong type are left out", () => {
-  const request = { model: 3, methods: ["a"], targets: "b", layers: [1], topK: -1, unknown: 1, fusion: "FUSION_MAX" };
+  const request = { model: 3, methods: ["a"], targets: "b", topK: -1, unknown: 1, fusion: "FUSION_MAX" };
   const style = { opacity: 2, scale: -1, threshold: { quantile: 7 }, contourLines: 99, fade: "yes", colormap: "jet" };
-  assert.deepEqual(readLink(encoded(JSON.stringify([request, style, 5]))), { request: { fusion: "FUSION_MAX" }, style: { colormap: "jet" }, view: {} });
+  assert.deepEqual(readLink(encoded(JSON.stringify([request, style, { models: [1], layers: { a: "b" }, peak: 1, regions: false }]))), { request: { fusion: "FUSION_MAX" }, style: { colormap: "jet" }, view: { regions: false } });
 });
 
 test("a link cannot reach the prototype of objects", () => {
-  const found = readLink(encoded('[{"model":"a","__proto__":{"polluted":1}},{},{"constructor":{"prototype":{"polluted":1}},"a":1}]'));
-  assert.deepEqual([found.request, found.view, {}.polluted], [{ model: "a" }, { a: 1 }, undefined]);
+  const found = readLink(encoded('[{"model":"a","__proto__":{"polluted":1}},{},{"constructor":{"prototype":{"polluted":1}},"toString":1,"peak":true,"layers":{"__proto__":["a"]}}]'));
+  assert.deepEqual([found.request, found.view, {}.polluted], [{ model: "a" }, found.view, undefined]);
+  assert.deepEqual([found.view.peak, Object.keys(found.view)], [true, ["peak", "layers"]]);
 });
 
 test("ticks are round numbers that cover the range", () => {
@@ -67,9 +67,9 @@ test("probabilities and numbers keep their meaning at the ends", () => {
 });
 
 test("verdicts, costs, progress and targets are described in words", () => {
-  assert.equal(words.verdict("VERDICT_OK").ok, true);
-  assert.equal(words.verdict("VERDICT_FLAT").short, "flat");
-  assert.equal(words.verdict("VERDICT_OF_A_NEWER_SERVER").ok, false);
+  assert.equal(words.warning({ verdict: "VERDICT_OK" }), "");
+  assert.equal(words.warning({ verdict: "VERDICT_FLAT", verdictMessage: "the same everywhere" }), "Flat: the same everywhere");
+  assert.equal(words.warning({ verdict: "VERDICT_OF_A_NEWER_SERVER" }), "Unknown verdict");
   assert.deepEqual(words.cost({ rows: 1, explanations: 1, maxRows: 2 }), { allowed: true, text: "1 map, 1 row through the model" });
   assert.match(words.cost({ rows: 20000, explanations: 4, maxRows: 16384 }).text, /^4 maps, 20,000 rows .*: the server allows 16,384 rows$/);
   assert.deepEqual(words.progress({ rowsDone: 5, rowsTotal: 20 }), { share: 0.25, text: "5 of 20 rows" });

@@ -64,7 +64,7 @@ def test_regions_are_in_the_pixels_of_the_photo(js):
     photo = {"width": 200, "height": 100, "seen": {"left": 50, "right": 150, "bottom": 100}}
     values = np.zeros((4, 4), np.float32)
     values[1, 2] = 2
-    style = {"threshold": {"value": 1}, "profile": "captum"}
+    style = {"threshold": {"value": 1}}
     (found,) = js(REGIONS, heat=heatmap(values), photo=photo, style=style, size=(4, 4))
 
     assert found["box"] == {"left": 100, "top": 25, "right": 125, "bottom": 50}

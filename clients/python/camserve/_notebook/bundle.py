@@ -7,7 +7,7 @@ import re
 from importlib import resources
 
 _FOLDER = "page/lib"
-_MODULES = ("maps", "colormaps", "profiles", "draw", "words")  # each after those that it imports
+_MODULES = ("maps", "colormaps", "draw", "words")  # each after those that it imports
 _COMMENT = re.compile(r"^ *(/\*\*.*?\*/|// [^\n]*)\n", re.DOTALL | re.MULTILINE)
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "[^"]*?(\w+)\.js";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?:async )?(?:function\*?|const|class) (\w+)", re.MULTILINE)

@@ -74,8 +74,7 @@ function controlsOf(onChange) {
   );
   node.addEventListener("input", onChange);
   const style = (signed) => ({
-    profile: signed ? "signed" : "paper",
-    sign: sign.value || null,
+    sign: sign.value || (signed ? "both" : null),
     colormap: colormap.value || null,
     threshold: Number(threshold.value) ? { quantile: threshold.value / 100 } : null,
     smooth: smooth.checked,

@@ -1,18 +1,21 @@
 /** Elements, and small things that every panel needs. */
 
 /**
- * Create an element. Names that start with "on" are listeners, true and false set or leave out an attribute. Children are
- * nodes or text: text is never parsed as HTML, so labels from a server are safe.
+ * Create an element: h("p.hint", {id: "x"}, "text"). Classes come after the tag, and attributes may be left out. Names
+ * that start with "on" are listeners, true and false set or leave out an attribute. Children are nodes or text: text is
+ * never parsed as HTML, so labels from a server are safe.
  */
-export function h(tag, attributes = {}, ...children) {
+export function h(selector, ...children) {
+  const [tag, ...classes] = selector.split(".");
   const node = document.createElement(tag);
+  node.classList.add(...classes);
+  const attributes = children[0]?.constructor === Object ? children.shift() : {};
   for (const [name, value] of Object.entries(attributes)) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value === true ? "" : String(value));
   }
-  fill(node, children);
-  return node;
+  return fill(node, children);
 }
 
 /** Replace the children of an element. */
@@ -32,7 +35,7 @@ export const newId = (prefix = "x") => `${prefix}-${++lastId}`;
 /** Return a control with its label, and the text that explains it. */
 export function labelled(label, control, { hint = "", inline = false } = {}) {
   control.id ||= newId("field");
-  const help = hint ? h("small", { class: "hint", id: `${control.id}-hint` }, hint) : null;
+  const help = hint ? h("small.hint", { id: `${control.id}-hint` }, hint) : null;
   if (help) control.setAttribute("aria-describedby", help.id);
   const name = h("label", { for: control.id }, label);
   return h("div", { class: inline ? "field inline" : "field" }, inline ? [control, name] : [name, control], help);
@@ -53,13 +56,13 @@ export function checkbox(label, checked, onchange, options = {}) {
 /** Return a group of buttons of which one is pressed: options are [value, text]. */
 export function segmented(label, options, value, onpick) {
   const buttons = options.map(([key, text]) =>
-    h("button", { type: "button", "aria-pressed": key === value ? "true" : "false", "data-value": key, onclick: () => pick(key) }, text),
+    h("button", { "aria-pressed": key === value ? "true" : "false", "data-value": key, onclick: () => pick(key) }, text),
   );
   const pick = (key) => {
     for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset.value === key));
     onpick(key);
   };
-  return h("div", { class: "segmented", role: "group", "aria-label": label }, buttons);
+  return h("div.segmented", { role: "group", "aria-label": label }, buttons);
 }
 
 /** Say something to screen readers, without showing it. */
@@ -98,4 +101,4 @@ export function download(name, content, type) {
 }
 
 /** Return a paragraph with an error in the server's words. */
-export const problem = (text) => h("p", { class: "problem", role: "alert" }, text);
+export const problem = (text) => h("p.problem", { role: "alert" }, text);

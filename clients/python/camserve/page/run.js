@@ -101,11 +101,8 @@ export function cancel() {
 
 /** Ask for the cost of what the controls ask; return {rows, explanations, maxRows}, or the server's refusal as {error}. */
 export async function estimate() {
-  const costs = await Promise.all(
-    state.ask.models.map(costOf),
-  );
+  const costs = await Promise.all(state.ask.models.map(costOf));
   const refused = costs.find(({ error }) => error);
-  if (refused?.error.code === "unimplemented") return guess();
   if (refused) return refused;
   const total = (name) => costs.reduce((all, cost) => all + (cost[name] ?? 0), 0);
   return { rows: total("rows"), explanations: total("explanations"), maxRows: Math.min(...costs.map(({ maxRows = 0 }) => maxRows)) };
@@ -117,14 +114,6 @@ async function costOf(model) {
   } catch (error) {
     return { error };
   }
-}
-
-/** Return the cost by the rows that ListMethods states, for a server that is older than EstimateCost. */
-function guess() {
-  const { methods, targets, topK, models } = state.ask;
-  const rows = methods.reduce((all, { name }) => all + (state.methods.find((method) => method.name === name)?.rows ?? 1), 0);
-  const each = targets.length || topK;
-  return { rows: rows * each * models.length, explanations: methods.length * each * models.length, maxRows: Infinity };
 }
 
 /** Estimate the cost after a change of the controls, and compute at once what is cheap. */

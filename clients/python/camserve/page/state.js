@@ -71,23 +71,20 @@ export function link() {
   return `${location.href.split("#")[0]}#${fragment}`;
 }
 
-const isNames = (value) => Array.isArray(value) && value.every((item) => typeof item === "string");
-
 /** Take over the state in the address of this page, if it has one. */
 export function readAddress() {
   const linked = readLink(location.hash);
   if (!linked) return false;
   const { request, style, view } = linked;
-  const layers = Object.entries(view.layers ?? {}).filter(([, names]) => isNames(names));
   Object.assign(state.ask, {
-    models: isNames(view.models) ? view.models : [request.model].filter(Boolean),
+    models: view.models ?? [request.model].filter(Boolean),
     methods: request.methods?.length ? request.methods : state.ask.methods,
     targets: request.targets ?? [],
     topK: request.topK || 1,
-    layers: Object.fromEntries(layers),
+    layers: view.layers ?? {},
     fusion: request.fusion ?? "",
   });
   Object.assign(state.style, DEFAULT_STYLE, style);
-  Object.assign(state.view, { regions: view.regions === true, peak: view.peak === true });
+  Object.assign(state.view, { regions: view.regions ?? false, peak: view.peak ?? false });
   return true;
 }

@@ -8,13 +8,9 @@ const GRPC_CODES = [
 ];
 
 /**
- * Error of a call.
- *
- * code        Connect's name, such as "invalid_argument"; "unavailable" if no server answers, "canceled" if aborted
- * fields      violations: [{field, description}], such as field "targets[0].label"
- * retryAfter  milliseconds to wait before a retry, or null if a retry does not make sense
- * reason      the server's state that caused it, such as "STARTING" or "QUEUE_FULL", or ""
- * requestId   id in the server's log, or ""
+ * Error of a call: Connect's code, such as "invalid_argument" ("unavailable" if no server answers, "canceled" if aborted),
+ * violations [{field, description}], milliseconds to wait before a retry or null, the server's reason such as
+ * "QUEUE_FULL", and the id in its log.
  */
 export class ApiError extends Error {
   constructor(code, message, { fields = [], retryAfter = null, reason = "", requestId = "" } = {}) {
@@ -53,30 +49,19 @@ export function streamError({ code = 2, message = "", fields = [], retryAfterMs 
 
 /** Client of one server. */
 export class Api {
-  /**
-   * @param options.base address of the server; relative to the page by default.
-   * @param options.token bearer token, or "" for none. It may be changed later.
-   * @param options.fetch replacement of fetch, for tests.
-   */
   constructor({ base = ".", token = "", fetch = (...call) => globalThis.fetch(...call) } = {}) {
     Object.assign(this, { base, token, fetch });
   }
 
-  /**
-   * Send a unary call and return its response.
-   *
-   * @param method such as "ExplainService/Explain" or "ModelService/ListModels".
-   */
+  /** Send a unary call, such as "ExplainService/Explain", and return its response. */
   async call(method, request = {}, { signal } = {}) {
     const response = await this.#post(method, "application/json", JSON.stringify(request), signal);
     return await this.#read(() => response.json(), signal);
   }
 
   /**
-   * Explain images over one stream; yield each reply as it comes: {requestId, response}, {requestId, error} with an
-   * ApiError, or {requestId, progress: {rowsDone, rowsTotal}}.
-   *
-   * @param requests list of {requestId, request}.
+   * Send requests [{requestId, request}] over one stream; yield each reply as it comes: {requestId, response},
+   * {requestId, error} with an ApiError, or {requestId, progress: {rowsDone, rowsTotal}}.
    */
   async *explainStream(requests, { signal } = {}) {
     const lines = requests.map((request) => `${JSON.stringify(request)}\n`).join("");
@@ -88,13 +73,8 @@ export class Api {
     }
   }
 
-  /**
-   * Explain one image; return the ExplainResponse.
-   *
-   * @param options.onProgress function that receives {rowsDone, rowsTotal}.
-   */
+  /** Explain one image; call onProgress with {rowsDone, rowsTotal} meanwhile. */
   async explain(request, { signal, onProgress } = {}) {
-    if (!onProgress) return await this.call("ExplainService/Explain", request, { signal });
     const requests = [{ requestId: "1", request: { ...request, progress: true } }];
     for await (const { response, error, progress } of this.explainStream(requests, { signal })) {
       if (error) throw error;
@@ -140,11 +120,8 @@ async function* readLines(body, guarded) {
 }
 
 /**
- * Send a call again while the server restarts, starts or is full, with growing pauses.
- *
- * @param call function that returns a promise.
- * @param options.onWait function that is called before each pause with the error and the pause in milliseconds.
- * @param options.attempts most calls; endless by default.
+ * Send a call again while the server restarts, starts or is full, with growing pauses. Before each, call onWait with the
+ * error and the pause in milliseconds.
  */
 export async function retrying(call, { signal, onWait = () => {}, attempts = Infinity, longest = 5000 } = {}) {
   for (let attempt = 1; ; attempt++) {

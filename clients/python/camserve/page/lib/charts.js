@@ -1,9 +1,7 @@
-/**
- * Line charts as SVG. The page's style sheet colours them by these classes: chart, chart-axis, chart-grid, chart-label,
- * chart-title, chart-line and chart-point with series-0, series-1, …, and chart-tip.
- */
+/** Line charts as SVG, which the style sheet colours by their classes. */
 
 const SVG = "http://www.w3.org/2000/svg";
+const [WIDTH, HEIGHT] = [640, 260]; // pixels; the chart shrinks with its container
 const MARGIN = { left: 56, right: 12, top: 12, bottom: 40 };
 let lastId = 0;
 
@@ -38,55 +36,51 @@ const short = (value) => {
 };
 
 /**
- * Draw a line chart.
+ * Return a line chart as an SVG element.
  *
- * @param options.title name of the chart, for screen readers
- * @param options.description sentence about what it shows
+ * @param options.title, options.description what it shows, for screen readers
  * @param options.series list of {name, points: [{x, y, label}]}; points that are not finite leave a gap
  * @param options.xLabel, options.yLabel names of the axes
  * @param options.logarithmic true for a logarithmic y axis; values of 0 or less leave a gap
- * @param options.yRange [low, high], instead of the range of the values
  * @param options.xTicks false to leave out the numbers of the x axis
- * @param options.width, options.height size in pixels; the chart shrinks with its container
  * @param options.onPick function that is called with (series, point) on a click, Enter or Space
- * @returns the SVG element
  */
 export function lineChart(options) {
-  const { title, description = "", series, width = 640, height = 260, xLabel = "", yLabel = "" } = options;
+  const { title, description = "", series, xLabel = "", yLabel = "" } = options;
   const id = `chart-${++lastId}`;
-  const svg = element("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "group", "aria-labelledby": `${id}-t ${id}-d` });
+  const svg = element("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "group", "aria-labelledby": `${id}-t ${id}-d` });
   svg.append(element("title", { id: `${id}-t` }, title), element("desc", { id: `${id}-d` }, description));
-  const frame = frameOf(options, width, height);
-  svg.append(axes(frame, { width, height, xLabel, yLabel, xTicks: options.xTicks ?? true }));
-  const tip = tipOf(width);
+  const frame = frameOf(options);
+  svg.append(axes(frame, { xLabel, yLabel, xTicks: options.xTicks ?? true }));
+  const tip = tipOf();
   series.forEach((one, index) => svg.append(lineOf(one, index, frame, tip, options.onPick)));
   svg.append(tip.node);
   moveByKeys(svg);
   return svg;
 }
 
-function frameOf({ series, logarithmic = false, yRange }, width, height) {
+function frameOf({ series, logarithmic = false }) {
   const points = series.flatMap(({ points: all }) => all).filter(({ y }) => Number.isFinite(y) && (!logarithmic || y > 0));
   const ends = (values, fallback) => (values.length ? [Math.min(...values), Math.max(...values)] : fallback);
   const [left, right] = ends(points.map(({ x }) => x), [0, 1]);
-  let [low, high] = yRange ?? ends(points.map(({ y }) => y), logarithmic ? [1, 10] : [0, 1]);
+  let [low, high] = ends(points.map(({ y }) => y), logarithmic ? [1, 10] : [0, 1]);
   if (low === high) [low, high] = logarithmic ? [low / 2, high * 2] : [low - 0.5, high + 0.5];
   const yTicks = logarithmic ? powers(low, high) : ticks(low, high);
   [low, high] = [Math.min(low, yTicks[0]), Math.max(high, yTicks.at(-1))];
   const scale = logarithmic ? Math.log10 : (value) => value;
   const share = (value) => (scale(value) - scale(low)) / (scale(high) - scale(low));
   return {
-    x: (value) => MARGIN.left + ((value - left) / (right - left || 1)) * (width - MARGIN.left - MARGIN.right),
-    y: (value) => height - MARGIN.bottom - share(value) * (height - MARGIN.top - MARGIN.bottom),
+    x: (value) => MARGIN.left + ((value - left) / (right - left || 1)) * (WIDTH - MARGIN.left - MARGIN.right),
+    y: (value) => HEIGHT - MARGIN.bottom - share(value) * (HEIGHT - MARGIN.top - MARGIN.bottom),
     isShown: (value) => Number.isFinite(value) && (!logarithmic || value > 0),
     xTicks: ticks(left, right),
     yTicks,
   };
 }
 
-function axes(frame, { width, height, xLabel, yLabel, xTicks }) {
+function axes(frame, { xLabel, yLabel, xTicks }) {
   const group = element("g", { "aria-hidden": "true" });
-  const [left, right, bottom] = [MARGIN.left, width - MARGIN.right, height - MARGIN.bottom];
+  const [left, right, bottom] = [MARGIN.left, WIDTH - MARGIN.right, HEIGHT - MARGIN.bottom];
   for (const value of frame.yTicks) {
     const y = frame.y(value);
     group.append(element("line", { class: "chart-grid", x1: left, x2: right, y1: y, y2: y }));
@@ -96,7 +90,7 @@ function axes(frame, { width, height, xLabel, yLabel, xTicks }) {
     group.append(element("text", { class: "chart-label", x: frame.x(value), y: bottom + 16, "text-anchor": "middle" }, short(value)));
   }
   group.append(element("line", { class: "chart-axis", x1: left, x2: right, y1: bottom, y2: bottom }));
-  group.append(element("text", { class: "chart-title", x: (left + right) / 2, y: height - 6, "text-anchor": "middle" }, xLabel));
+  group.append(element("text", { class: "chart-title", x: (left + right) / 2, y: HEIGHT - 6, "text-anchor": "middle" }, xLabel));
   const turned = { transform: `rotate(-90 12 ${(MARGIN.top + bottom) / 2})`, "text-anchor": "middle" };
   group.append(element("text", { class: "chart-title", x: 12, y: (MARGIN.top + bottom) / 2, ...turned }, yLabel));
   return group;
@@ -135,10 +129,10 @@ function pointOf(point, name, frame, tip, onPick) {
   return item;
 }
 
-function tipOf(width) {
+function tipOf() {
   const node = element("text", { class: "chart-tip", "aria-hidden": "true", visibility: "hidden" });
   const show = (x, y, text) => {
-    const [anchor, at] = x > width / 2 ? ["end", x - 8] : ["start", x + 8];
+    const [anchor, at] = x > WIDTH / 2 ? ["end", x - 8] : ["start", x + 8];
     node.setAttribute("x", at);
     node.setAttribute("y", Math.max(14, y - 8));
     node.setAttribute("text-anchor", anchor);

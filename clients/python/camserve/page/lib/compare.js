@@ -7,22 +7,14 @@ export function align(one, other) {
   return [resize(one, height, width), resize(other, height, width)];
 }
 
-/**
- * Return the difference of two maps on the finer grid, each divided by a scale first.
- *
- * @param scales [a, b]: the same twice for maps with a common unit, each map's own to compare shapes.
- */
+/** Return the difference of two maps on the finer grid, each divided by its scale first. */
 export function difference(one, other, [a, b]) {
   const [first, second] = align(one, other);
   const divided = (value, scale) => (scale > 0 ? value / scale : 0);
   return { ...first, data: first.data.map((value, index) => divided(value, a) - divided(second.data[index], b)) };
 }
 
-/**
- * Return where two maps are strong: masks of the cells at or above each map's quantile.
- *
- * @returns {height, width, data}: Uint8Array with 0 for neither, 1 for only the first, 2 for only the second, 3 for both.
- */
+/** Return where two maps reach their quantiles: 0 for neither, 1 for only the first, 2 for only the second, 3 for both. */
 export function overlap(one, other, share = 0.8) {
   const [first, second] = align(one, other);
   const limits = [first, second].map((map) => quantile(map.data, share));

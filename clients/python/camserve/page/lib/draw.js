@@ -2,8 +2,7 @@
  * Drawing of maps in the browser, by the server's conventions (see Rendering in protos/camserve/v1/explain.proto).
  *
  * A style says how a map is drawn; missing properties have these defaults:
- *   profile       "paper", "signed", "grad-cam", "torchcam" or "captum"
- *   sign          "positive", "negative", "both" or "absolute"; null for that of the profile
+ *   sign          "positive", "negative", "both" or "absolute"; null is "positive"
  *   scale         raw value with the strongest colour: "map" (each its own), "shared", or a number
  *   threshold     {quantile: 0.8} or {value: 1.5}: weaker values are not painted; null paints everything
  *   colormap      a name in COLORMAPS; null for "coolwarm" if sign is "both", otherwise "jet"
@@ -14,10 +13,8 @@
  */
 import { levels } from "./colormaps.js";
 import { allFinite, average, keep, onPixels, quantileOfSorted, resize, scalePhoto } from "./maps.js";
-import { intensitiesOf, isOn, onDrawnGrid, onInput, scaleOfProfile } from "./profiles.js";
 
 export const DEFAULT_STYLE = Object.freeze({
-  profile: "paper",
   sign: null,
   scale: "map",
   threshold: null,
@@ -30,12 +27,13 @@ export const DEFAULT_STYLE = Object.freeze({
 
 /** Size of the model's input if it is not known: it only matters for quantiles, and for maps of single pixels. */
 const USUAL_SIZE = [224, 224];
-const CONTOUR = 0xff202020; // ABGR
+const PIXELWISE_TOP = 0.99; // quantile with the strongest colour in a map of single pixels (SmoothGrad, section 3.2)
+const [DARK, LIGHT] = [0xff202020, 0xffffffff]; // ABGR, of contour lines
 
 /** Return a style with all properties; sign and colormap are resolved. */
 export function complete(style = {}) {
   const all = { ...DEFAULT_STYLE, ...style };
-  const sign = all.sign ?? (all.profile === "signed" ? "both" : "positive");
+  const sign = all.sign ?? "positive";
   return { ...all, sign, colormap: all.colormap ?? (sign === "both" ? "coolwarm" : "jet") };
 }
 
@@ -55,15 +53,29 @@ export function shown(map, sign) {
   return sign === "both" ? map : keep(map, "shown", sign, () => ({ ...map, data: map.data.map(PICK[sign]) }));
 }
 
+/** Return true if a map is on the pixels of the model's input. */
+const isPixelwise = (map, [height, width]) => map.height === height && map.width === width;
+
+const strongest = (values) => values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
+
 /**
  * Return the raw value that gets the strongest colour if a map is drawn alone, or 0 if no value is shown.
  *
  * @param inputSize [height, width] of the model's input, if known.
  */
 export function ownScale(map, style, inputSize = null) {
-  const { sign, profile } = complete(style);
+  const { sign } = complete(style);
   const size = inputSize ?? USUAL_SIZE;
-  return keep(map, "scale", `${sign} ${profile} ${size}`, () => scaleOfProfile(shown(map, sign), profile, size));
+  return keep(map, "scale", `${sign} ${size}`, () => {
+    const { data } = shown(map, sign);
+    return (isPixelwise(map, size) && ranked(data.map(Math.abs), PIXELWISE_TOP)) || strongest(data);
+  });
+}
+
+/** Return the value of rank `share` × (n − 1), rounded half to even. */
+function ranked(values, share) {
+  const at = share * (values.length - 1);
+  return values.sort()[at % 1 === 0.5 ? 2 * Math.round(at / 2) : Math.round(at)];
 }
 
 /** Return the largest of the maps' own scales. */
@@ -78,26 +90,9 @@ export function scaleOf(map, style, maps = [map], inputSize = null) {
   return scale === "shared" ? sharedScale(maps, style, inputSize) : ownScale(map, style, inputSize);
 }
 
-/**
- * Return the intensities of a map: 0 to 1, or −1 to 1 with sign "both". They may lie beyond 1 before interpolation.
- *
- * They are on the map's own grid for "paper" and "signed", otherwise on the pixels of the model's input.
- */
-export function intensities(map, style, scale = ownScale(map, style), inputSize = null) {
-  const { sign, profile } = complete(style);
-  return intensitiesOf(shown(map, sign), profile, scale, inputSize ?? USUAL_SIZE);
-}
-
-/** Return the intensities of a map on the pixels of the model's input. */
-export function intensitiesOnInput(map, style, scale = ownScale(map, style), inputSize = USUAL_SIZE) {
-  const heat = intensities(map, style, scale, inputSize);
-  const resized = resize(heat, ...inputSize);
-  return resized === heat ? heat : { ...resized, data: resized.data.map((value) => Math.min(Math.max(value, -1), 1)) };
-}
-
 /** Return the magnitudes of the shown values on the pixels of the model's input, sorted. */
-function sortedMagnitudes(map, { sign, profile }, size) {
-  return keep(map, "sorted", `${sign} ${profile} ${size}`, () => onInput(shown(map, sign), profile, size).data.map(Math.abs).sort());
+function sortedMagnitudes(map, sign, size) {
+  return keep(map, "sorted", `${sign} ${size}`, () => resize(shown(map, sign), ...size).data.map(Math.abs).sort());
 }
 
 /** Return the raw value below which nothing is painted, or 0 if everything is. */
@@ -105,17 +100,12 @@ export function thresholdValue(map, style, inputSize = null) {
   const whole = complete(style);
   if (!whole.threshold) return 0;
   const { value, quantile: share } = whole.threshold;
-  return value ?? quantileOfSorted(sortedMagnitudes(map, whole, inputSize ?? USUAL_SIZE), share);
+  return value ?? quantileOfSorted(sortedMagnitudes(map, whole.sign, inputSize ?? USUAL_SIZE), share);
 }
 
 /**
- * Draw a map as RGBA over a display of the photo; return the scale that was used.
- *
- * The canvas has the display's size; it is transparent where the model did not see the photo or nothing is painted.
- *
- * @param canvas HTMLCanvasElement or OffscreenCanvas.
- * @param photo as readPhoto returns it.
- * @param options {scale, inputSize}: the scale from scaleOf, and the model's input size.
+ * Draw a map on a canvas of any size that covers the photo; return the scale that was used. The canvas is transparent
+ * where the model did not see the photo, and where nothing is painted.
  */
 export function drawMap(canvas, map, photo, style, { scale = scaleOf(map, style), inputSize = null } = {}) {
   const context = canvas.getContext("2d");
@@ -143,23 +133,23 @@ export function paint(image, map, photo, style, { scale = scaleOf(map, style), i
   const whole = complete(style);
   const size = inputSize ?? USUAL_SIZE;
   const display = scalePhoto(photo, image.width, image.height);
-  const key = [whole.sign, whole.profile, size, whole.smooth];
-  const values = () => onDrawnGrid(shown(map, whole.sign), whole.profile, size);
+  const key = [whole.sign, whole.smooth];
+  const values = shown(map, whole.sign);
   // Values are divided after interpolation where nothing is cut before it, so that another scale needs no interpolation.
-  const isLinear = ["paper", "signed"].includes(whole.profile) && !isOn(map, size);
-  const strengths = isLinear || whole.threshold ? fieldOf(map, "strengths", display, key, values) : null;
-  const heat = () => toned(intensities(map, whole, scale, size), whole);
-  const field = isLinear ? strengths : fieldOf(map, "field", display, [scale, ...key], heat);
-  const factor = isLinear ? (scale > 0 ? 1 / scale : 0) : 1;
+  const isCut = isPixelwise(map, size);
+  const strengths = !isCut || whole.threshold ? fieldOf(map, "strengths", display, key, () => values) : null;
+  const field = isCut ? fieldOf(map, "field", display, [scale, ...key], () => cut(values, scale)) : strengths;
+  const factor = isCut ? 1 : scale > 0 ? 1 / scale : 0;
   const pixels = new Uint32Array(image.data.buffer, image.data.byteOffset, image.width * image.height);
   const selected = whole.threshold ? strengths.data : null;
   colour(pixels, image.width, field, factor, whole, selected, thresholdValue(map, whole, inputSize));
   if (whole.contourLines) drawContours(pixels, image.width, field, factor * (whole.contourLines + 1), whole.contourLines);
 }
 
-/** Square intensities for the profile "torchcam", which does so before it colours them. */
-function toned(heat, { profile }) {
-  return profile === "torchcam" ? { ...heat, data: heat.data.map((value) => Math.min(Math.max(value, 0), 1) ** 2) } : heat;
+/** Divide a map by a scale, and cut what lies beyond it. */
+function cut(map, scale) {
+  const data = scale > 0 ? map.data.map((value) => Math.min(Math.max(value / scale, -1), 1)) : new Float32Array(map.data.length);
+  return { ...map, data };
 }
 
 /** Interpolate what `make` returns at the pixels of a display; the last result is kept with the map. */
@@ -170,8 +160,6 @@ function fieldOf(map, kind, display, key, make) {
     onPixels(coarsen(make(), display.seen), display, isSmooth),
   );
 }
-
-const strongest = (values) => values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
 
 /** Average a map with more cells than its box has pixels, so that no cell is skipped; the strongest value stays. */
 function coarsen(map, { left, top, right, bottom }) {
@@ -202,7 +190,10 @@ function colour(pixels, stride, { left, top, width, height, data }, factor, { co
   }
 }
 
-/** Draw lines where the intensity passes a level: the pixels whose right or lower neighbour is in another band. */
+/**
+ * Draw lines where the intensity passes a level, dark and light, so that they are seen on every colour: a pixel whose
+ * right or lower neighbour is in another band is dark, and that neighbour is light.
+ */
 function drawContours(pixels, stride, { left, top, width, height, data }, factor, count) {
   const bands = new Int8Array(data.length);
   for (let index = 0; index < data.length; index++) {
@@ -213,14 +204,17 @@ function drawContours(pixels, stride, { left, top, width, height, data }, factor
     const target = (top + y) * stride + left;
     for (let x = 0, index = y * width; x < width - 1; x++, index++) {
       const here = bands[index];
-      if (here !== bands[index + 1] || here !== bands[index + width]) pixels[target + x] = CONTOUR;
+      const [across, down] = [here !== bands[index + 1], here !== bands[index + width]];
+      if (across || down) pixels[target + x] = DARK;
+      if (across) pixels[target + x + 1] = LIGHT;
+      if (down) pixels[target + stride + x] = LIGHT;
     }
   }
 }
 
 /** Draw the colours of a style from the weakest to the strongest, left to right, over a whole canvas. */
 export function drawColorBar(canvas, style) {
-  const { sign, colormap } = complete(style);
+  const { colormap } = complete(style);
   const context = canvas.getContext("2d");
   const image = context.createImageData(canvas.width, canvas.height);
   const pixels = new Uint32Array(image.data.buffer);
@@ -230,7 +224,6 @@ export function drawColorBar(canvas, style) {
     for (let y = 0; y < canvas.height; y++) pixels[y * canvas.width + x] = colourHere;
   }
   context.putImageData(image, 0, 0);
-  return sign;
 }
 
 /** Return the raw values at the ends and in the middle of a style's colour bar. */

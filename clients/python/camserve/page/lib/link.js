@@ -2,13 +2,10 @@
 
 const VERSION = "1.";
 const LONGEST = 8192; // characters of a fragment that is read
-const DEEPEST = 8;
 
 /**
- * Return the URL fragment, without "#", of a page's state.
- *
- * @param state {request, style, view}: the request as the API's JSON, the drawing style, and other settings. Photos are
- *   left out: those in `image`, also of similarities.
+ * Return the URL fragment, without "#", of a page's state: the request as the API's JSON, the drawing style, and other
+ * settings. Photos are left out: those in `image`, also of similarities.
  */
 export function writeLink({ request = {}, style = {}, view = {} }) {
   const content = JSON.stringify([request, style, view], (key, value) => (key === "image" || isEmpty(value) ? undefined : value));
@@ -29,22 +26,11 @@ export function readLink(fragment) {
     const bytes = Uint8Array.from(binary, (character) => character.charCodeAt(0));
     const content = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(bytes));
     if (!Array.isArray(content)) return null;
-    const [request, style, view] = content.map((part) => plain(part, DEEPEST));
-    return { request: readRequest(request), style: readStyle(style), view: asObject(view) };
+    const [request, style, view] = content;
+    return { request: keep(request, REQUEST), style: keep(style, STYLE), view: keep(view, VIEW) };
   } catch {
     return null;
   }
-}
-
-const asObject = (value) => (value && typeof value === "object" && !Array.isArray(value) ? value : {});
-
-/** Copy JSON without names that reach an object's prototype. */
-function plain(value, depth) {
-  if (!depth) throw new RangeError("nested too deeply");
-  if (Array.isArray(value)) return value.map((item) => plain(item, depth - 1));
-  if (!value || typeof value !== "object") return value;
-  const names = Object.keys(value).filter((name) => !["__proto__", "constructor", "prototype"].includes(name));
-  return Object.fromEntries(names.map((name) => [name, plain(value[name], depth - 1)]));
 }
 
 const isText = (value) => typeof value === "string";
@@ -59,15 +45,10 @@ const REQUEST = {
   methods: listOf((value) => isObject(value) && isText(value.name)),
   targets: listOf(isObject),
   topK: isCount,
-  layers: listOf(isText),
   fusion: isText,
-  maxPredictions: isCount,
-  classMap: isBoolean,
-  rendering: isObject,
 };
 
 const STYLE = {
-  profile: isText,
   sign: isText,
   scale: (value) => value === "map" || value === "shared" || (typeof value === "number" && value > 0),
   threshold: (value) => isObject(value) && (isShare(value.quantile) || value.value >= 0),
@@ -78,10 +59,15 @@ const STYLE = {
   contourLines: (value) => isCount(value) && value <= 16,
 };
 
-/** Keep the properties of an object that have the expected types. */
-function keep(value, schema) {
-  return Object.fromEntries(Object.entries(asObject(value)).filter(([name, part]) => schema[name]?.(part)));
-}
+const VIEW = {
+  models: listOf(isText),
+  layers: (value) => isObject(value) && Object.values(value).every(listOf(isText)),
+  regions: isBoolean,
+  peak: isBoolean,
+};
 
-const readRequest = (value) => keep(value, REQUEST);
-const readStyle = (value) => keep(value, STYLE);
+/** Keep the properties of an object that have the expected types; others may reach its prototype. */
+function keep(value, schema) {
+  const parts = isObject(value) ? Object.entries(value) : [];
+  return Object.fromEntries(parts.filter(([name, part]) => Object.hasOwn(schema, name) && schema[name](part)));
+}

@@ -1,8 +1,6 @@
 /**
- * Raw maps: decode them, read values at a point of the photo, resize them, and describe their values.
- *
- * A map is {height, width, data}: a Float32Array, row by row, signed and not normalised. It covers the part of the photo
- * that the model saw, `photo.seen`. A value belongs to the centre of its cell.
+ * Raw maps: {height, width, data} with a Float32Array, row by row, signed and not normalised. A map covers the part of
+ * the photo that the model saw, `photo.seen`. A value belongs to the centre of its cell.
  */
 
 /** Decode base64 into bytes. */
@@ -32,13 +30,6 @@ export function decodeMap({ height = 0, width = 0, data = "" }) {
   return { height, width, data: Float32Array.from({ length: height * width }, (_, index) => view.getFloat32(4 * index, true)) };
 }
 
-/** Encode a map as a `Heatmap` of the API's JSON. */
-export function encodeMap({ height, width, data }) {
-  const view = new DataView(new ArrayBuffer(4 * data.length));
-  data.forEach((value, index) => view.setFloat32(4 * index, value, true));
-  return { height, width, data: base64Of(new Uint8Array(view.buffer)) };
-}
-
 /** Read a `Photo` of the API's JSON, which leaves out zeros: {width, height, seen: {left, top, right, bottom}}. */
 export function readPhoto({ width = 0, height = 0, seen } = {}) {
   const box = seen ? { left: 0, top: 0, right: 0, bottom: 0, ...seen } : { left: 0, top: 0, right: width, bottom: height };
@@ -61,13 +52,12 @@ export function allFinite(map) {
 }
 
 /**
- * Pixels of an axis that a map covers, and how each is interpolated.
+ * Return the pixels of an axis that a map covers from `first` to `last`, and how each is interpolated.
  *
- * @param first position of the map's first edge, in pixels; `last` is that of its other edge.
  * @returns {start, length, low, high, weight}: the first covered pixel, their number, and for each pixel the cells
  *   before and after its centre and the weight of the latter. A pixel is covered if its centre is; at least one is.
  */
-export function axis(first, last, pixels, cells) {
+function axis(first, last, pixels, cells) {
   const start = Math.min(Math.max(0, Math.ceil(first - 0.5)), pixels - 1);
   const length = Math.max(start + 1, Math.min(pixels, Math.ceil(last - 0.5))) - start;
   const low = new Int32Array(length);
@@ -89,7 +79,7 @@ function nearest(steps) {
 }
 
 /** Interpolate a map at the pixels of two axes; return a map of their lengths. */
-export function sample(map, rows, columns) {
+function sample(map, rows, columns) {
   const [height, width] = [rows.length, columns.length];
   const wide = new Float32Array(map.height * width);
   for (let row = 0; row < map.height; row++) {
@@ -136,7 +126,7 @@ function averageRows(map, rows) {
 }
 
 /** Exchange the rows and columns of a map. */
-export function transpose({ height, width, data }) {
+function transpose({ height, width, data }) {
   const turned = new Float32Array(data.length);
   for (let row = 0; row < height; row++) {
     for (let column = 0; column < width; column++) turned[column * height + row] = data[row * width + column];
@@ -169,37 +159,21 @@ export function onPixels(map, { width, height, seen }, smooth = true) {
 
 /** Return a map's value at a point of the photo (x and y in its pixels), or null where the model did not see it. */
 export function valueAt(map, { seen }, x, y, smooth = true) {
-  const across = (x - seen.left) / (seen.right - seen.left);
-  const down = (y - seen.top) / (seen.bottom - seen.top);
-  if (!(across >= 0 && across <= 1 && down >= 0 && down <= 1)) return null;
-  const [column, row] = [cellAt(across, map.width), cellAt(down, map.height)];
-  const value = (r, c) => map.data[r * map.width + c];
-  if (!smooth) return value(Math.min(Math.floor(down * map.height), map.height - 1), Math.min(Math.floor(across * map.width), map.width - 1));
-  const [upper, lower] = [row.low, row.high].map(
-    (r) => value(r, column.low) + (value(r, column.high) - value(r, column.low)) * column.weight,
-  );
-  return upper + (lower - upper) * row.weight;
+  if (!(x >= seen.left && x <= seen.right && y >= seen.top && y <= seen.bottom)) return null;
+  const along = smooth ? (steps) => steps : nearest;
+  // The axes of one pixel, whose centre is at 0.5.
+  const rows = along(axis(seen.top - y + 0.5, seen.bottom - y + 0.5, 1, map.height));
+  const columns = along(axis(seen.left - x + 0.5, seen.right - x + 0.5, 1, map.width));
+  return sample(map, rows, columns).data[0];
 }
 
-function cellAt(share, cells) {
-  const at = Math.min(Math.max(share * cells - 0.5, 0), cells - 1);
-  const low = Math.floor(at);
-  return { low, high: Math.min(low + 1, cells - 1), weight: at - low };
-}
-
-/**
- * Return the strongest value that a sign shows, its cell, and the cell's centre in the photo: {value, row, column, x, y}.
- *
- * @param sign as in a drawing style: the strongest value is the smallest for "negative".
- */
+/** Return the strongest value that a sign shows, and its cell's centre in the photo: {value, x, y}. */
 export function peak(map, { seen }, sign = "positive") {
   const strength = { positive: (value) => value, negative: (value) => -value }[sign] ?? Math.abs;
   const best = map.data.reduce((most, value, index) => (strength(value) > strength(map.data[most]) ? index : most), 0);
   const [row, column] = [Math.floor(best / map.width), best % map.width];
   return {
     value: map.data[best],
-    row,
-    column,
     x: seen.left + ((column + 0.5) / map.width) * (seen.right - seen.left),
     y: seen.top + ((row + 0.5) / map.height) * (seen.bottom - seen.top),
   };

@@ -1,4 +1,4 @@
-/** Receipts of explanations, as the Python client writes and reads them. */
+/** Receipts of explanations, in the Python client's format. */
 import { bytesOf } from "./maps.js";
 import { sha256 } from "./sha256.js";
 
@@ -7,19 +7,9 @@ const FUSIONS = { FUSION_MEAN: "mean", FUSION_MAX: "max", FUSION_PRODUCT: "produ
 const SEPARATOR = " + "; // joins the names of fused layers
 const TEXTS = ["model", "source", "weights", "digest", "precision", "device", "image_sha256", "input_sha256", "method"];
 
-/** A number that Python writes as a float: 3 is "3.0". */
-class Float {
-  constructor(value) {
-    this.value = value;
-  }
-}
-
 /**
- * Return the receipt of an explanation as JSON text; null if the server sent none.
- *
- * @param response ExplainResponse in the API's JSON.
- * @param index index of the explanation.
- * @param request the ExplainRequest; a response leaves out the image of a similarity.
+ * Return the receipt of the explanation with an index as JSON text; null if the server sent none. The request is needed
+ * because a response leaves out the image of a similarity.
  */
 export function receiptText(response, index, request = {}) {
   if (!response.receipt) return null;
@@ -34,7 +24,7 @@ export function receiptText(response, index, request = {}) {
     ...{ image_sha256: imageSha256, input_sha256: inputSha256 },
     ...fieldsOf(explanation, requested),
   };
-  return write(content, "");
+  return JSON.stringify(content, null, 2);
 }
 
 function fieldsOf(explanation, requested) {
@@ -60,70 +50,30 @@ function plainParameter(parameter) {
 /** Convert a number of protobuf's JSON, in which NaN and infinities are strings, as the Python client writes it. */
 function jsonNumber(number, round = (value) => value) {
   const value = Number(number);
-  if (Number.isFinite(value)) return new Float(round(value));
+  if (Number.isFinite(value)) return round(value);
   return Number.isNaN(value) ? "nan" : value > 0 ? "inf" : "-inf";
 }
 
 function targetOf(resolved, requested) {
   const lacksImage = resolved.similarity && !resolved.similarity.image;
-  return snake(lacksImage && requested ? requested : resolved);
+  return renamed(lacksImage && requested ? requested : resolved, snakeName);
 }
 
-/** Rename the fields of a target as in the .proto file, and mark its floats. */
-function snake(value, name = "") {
-  if (Array.isArray(value)) return value.map((item) => snake(item));
-  if (value && typeof value === "object") {
-    return Object.fromEntries(Object.entries(value).map(([key, part]) => [snakeName(key), snake(part, key)]));
-  }
-  return ["weight", "left", "top", "right", "bottom"].includes(name) ? jsonNumber(value) : value;
+/** Rename the fields of a message: receipts have the names of the .proto file. */
+function renamed(value, rename) {
+  if (Array.isArray(value)) return value.map((item) => renamed(item, rename));
+  if (!isObject(value)) return value;
+  return Object.fromEntries(Object.entries(value).map(([key, part]) => [rename(key), renamed(part, rename)]));
 }
 
-function snakeName(name) {
-  return name.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`);
-}
-
-function camel(value) {
-  if (Array.isArray(value)) return value.map(camel);
-  if (!value || typeof value !== "object") return value;
-  const rename = (name) => name.replace(/_([a-z])/g, (_, letter) => letter.toUpperCase());
-  return Object.fromEntries(Object.entries(value).map(([key, part]) => [rename(key), camel(part)]));
-}
+const snakeName = (name) => name.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`);
+const camelName = (name) => name.replace(/_([a-z])/g, (_, letter) => letter.toUpperCase());
 
 function heatmapOf({ height = 0, width = 0, data = "" }) {
   return { height, width, sha256: sha256(bytesOf(data)), data };
 }
 
-/** Write a value as `json.dumps(value, indent=2, ensure_ascii=False)` does in Python. */
-function write(value, indent) {
-  if (value instanceof Float) return pythonFloat(value.value);
-  if (value === null || typeof value !== "object") return JSON.stringify(value);
-  const inner = `${indent}  `;
-  const isList = Array.isArray(value);
-  const items = isList
-    ? value.map((item) => inner + write(item, inner))
-    : Object.entries(value).map(([key, part]) => `${inner}${JSON.stringify(key)}: ${write(part, inner)}`);
-  const [open, close] = isList ? "[]" : "{}";
-  return items.length ? `${open}\n${items.join(",\n")}\n${indent}${close}` : open + close;
-}
-
-/** Write a number as Python's repr of a float. */
-export function pythonFloat(value) {
-  if (value === 0) return Object.is(value, -0) ? "-0.0" : "0.0";
-  const [digits, exponent] = value.toExponential().split("e");
-  const power = Number(exponent);
-  if (power >= -4 && power < 16) {
-    const plain = String(value);
-    return plain.includes(".") ? plain : `${plain}.0`;
-  }
-  return `${digits}e${power < 0 ? "-" : "+"}${String(Math.abs(power)).padStart(2, "0")}`;
-}
-
-/**
- * Read a receipt that this page or the Python client wrote.
- *
- * @returns the receipt's fields, by the names in the file.
- * @throws Error with a message for people if the text is not a receipt.
- */
+/** Return the fields of a receipt; throw an Error with a message for people if the text is none. */
 export function readReceipt(text) {
   const content = parse(text);
   for (const [name, expected, fits] of CHECKS) {
@@ -162,21 +112,11 @@ const CHECKS = [
   ["eigen_smoothing", "true or false", isBoolean],
   ["layers", "a list of names", (value) => Array.isArray(value) && value.every(isText)],
   ["fusion", "null, mean, max, product", (value) => value === null || Object.values(FUSIONS).includes(value)],
-  ["target", "a target", isTarget],
+  ["target", "an object", isObject],
   ["score", "a number", isNumber],
   ["verdict", "a verdict", isText],
   ["heatmap", "null or a map that matches its SHA-256", (value) => value === null || isIntact(value)],
 ];
-
-const KINDS = ["class_index", "label", "contrast", "finer", "similarity", "segment", "detection"];
-
-function isTarget(value) {
-  return isObject(value) && KINDS.some((kind) => kind in value || camelKind(kind) in value);
-}
-
-function camelKind(kind) {
-  return Object.keys(camel({ [kind]: 0 }))[0];
-}
 
 function isIntact(heatmap) {
   try {
@@ -195,7 +135,7 @@ export function requestOf(receipt) {
   const request = {
     model: receipt.model,
     methods: [{ name: receipt.method, parameters, ...smoothing }],
-    targets: [camel(receipt.target)],
+    targets: [renamed(receipt.target, camelName)],
     layers: receipt.layers,
   };
   return receipt.fusion ? { ...request, fusion: `FUSION_${receipt.fusion.toUpperCase()}` } : request;

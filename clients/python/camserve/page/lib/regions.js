@@ -1,14 +1,12 @@
 /** Regions of a map: connected parts of it whose shown values reach a threshold. */
 import { complete, shown, thresholdValue } from "./draw.js";
-import { onInput } from "./profiles.js";
+import { resize } from "./maps.js";
 
 /**
- * Label the connected components of a mask; pixels are connected to their eight neighbours.
- *
- * @param mask Uint8Array; components never join pixels with different non-zero values.
- * @returns {labels: Int32Array, count}: 0 outside, then 1, 2, … in the order of their first pixels.
+ * Label the connected components of a mask, of equal values and eight neighbours: {labels, count}, with labels 1, 2, … in
+ * the order of their first pixels, and 0 outside.
  */
-export function components(mask, height, width) {
+function components(mask, height, width) {
   const labels = new Int32Array(mask.length);
   const stack = [];
   let count = 0;
@@ -33,13 +31,11 @@ export function components(mask, height, width) {
 }
 
 /**
- * Return the regions of a grid of values, those with the largest sums first, in cells of the grid.
- *
- * @param grid {height, width, data}; negative values form regions of their own.
- * @param threshold least magnitude. Cells with the value 0 belong to no region.
- * @returns a list of {box: {left, top, right, bottom}, area, peak: {x, y}, peakValue, share}.
+ * Return the regions of a grid whose magnitudes reach a threshold, those with the largest sums first, in cells of the grid:
+ * {box: {left, top, right, bottom}, area, peak: {x, y}, peakValue, share}. Negative values form regions of their own, and
+ * the value 0 belongs to none.
  */
-export function regionsOfGrid({ height, width, data }, threshold, most = 8) {
+function regionsOfGrid({ height, width, data }, threshold, most = 8) {
   const mask = Uint8Array.from(data, (value) => (Math.abs(value) >= threshold && value !== 0 ? (value > 0 ? 1 : 2) : 0));
   const { labels, count } = components(mask, height, width);
   const total = data.reduce((sum, value) => sum + Math.abs(value), 0);
@@ -65,16 +61,12 @@ export function regionsOfGrid({ height, width, data }, threshold, most = 8) {
 }
 
 /**
- * Return the regions of a map in the photo's pixels, found on the pixels of the model's input as the server does.
- *
- * @param photo as readPhoto returns it.
- * @param style drawing style: its sign and profile select the values, its threshold is that of the regions. Without one
- *   it is the quantile 0.8.
- * @returns as regionsOfGrid; the area is in the photo's pixels, and not rounded.
+ * Return the regions of a map in the photo's pixels, found on the pixels of the model's input as the server does. The
+ * style's sign selects the values; its threshold is that of the regions, or else the quantile 0.8.
  */
 export function regionsOf(map, { seen }, style, { inputSize = [224, 224], most = 8 } = {}) {
   const whole = complete(style);
-  const grid = onInput(shown(map, whole.sign), whole.profile, inputSize);
+  const grid = resize(shown(map, whole.sign), ...inputSize);
   const least = thresholdValue(map, { ...whole, threshold: whole.threshold ?? { quantile: 0.8 } }, inputSize);
   const [across, down] = [(seen.right - seen.left) / grid.width, (seen.bottom - seen.top) / grid.height];
   const x = (column) => seen.left + column * across;

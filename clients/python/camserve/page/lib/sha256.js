@@ -1,8 +1,4 @@
-/**
- * SHA-256 of bytes, in hexadecimal (FIPS 180-4).
- *
- * The browser's own digest is missing on pages that are served without TLS, except on loopback.
- */
+/** SHA-256 (FIPS 180-4): the browser's own is missing on pages without TLS, except on loopback. */
 
 const ROUNDS = constants();
 

@@ -59,7 +59,21 @@ function pythonMethod({ name, parameters = {}, augmentationSmoothing = false, ei
   return options.length ? `camserve.Method(${[pythonString(name), ...options].join(", ")})` : pythonString(name);
 }
 
-const FORMATS = { IMAGE_FORMAT_JPEG: "jpeg", IMAGE_FORMAT_PNG: "png", IMAGE_FORMAT_WEBP: "webp" };
+/** Return the server's Rendering of a drawing style; the view says if regions are shown. */
+export function renderingOf({ opacity, sign, colormap, threshold, scale, contourLines, fade }, { regions }) {
+  const given = {
+    alpha: opacity === 0.5 ? undefined : opacity,
+    sign: sign ? `SIGN_${sign.toUpperCase()}` : undefined,
+    colormap: colormap ?? undefined,
+    thresholdQuantile: threshold?.quantile,
+    sharedScale: scale === "shared" || undefined,
+    contourLines: contourLines || undefined,
+    fade: fade || undefined,
+    regions: regions ? { draw: true } : undefined,
+  };
+  const used = Object.entries(given).filter(([, value]) => value !== undefined);
+  return { overlay: "IMAGE_FORMAT_JPEG", heatmap: true, ...Object.fromEntries(used) };
+}
 
 /** Return the keyword arguments of Client.explain for a request: [name, Python code]. Defaults are left out. */
 function keywords(request, other) {
@@ -79,45 +93,23 @@ function keywords(request, other) {
   return given.filter(([, code]) => code);
 }
 
-function renderingKeywords(rendering) {
-  const { overlay, heatmap = false, heatmapImage, colormap, alpha, maxSide, quality, intensity } = rendering;
-  const { sharedScale, scaleValue, thresholdQuantile, thresholdValue, contourLines, colorBar, fade } = rendering;
-  const format = FORMATS[overlay] ?? null;
-  const profile = word(rendering.profile ?? "", "PROFILE_").replace("_", "-");
-  const sign = word(rendering.sign ?? "", "SIGN_");
-  const numbers = { scale: scaleValue, threshold: thresholdQuantile, threshold_value: thresholdValue };
+/** Return the keyword arguments of a Rendering that renderingOf returns. */
+function renderingKeywords({ alpha, sign, colormap, thresholdQuantile, sharedScale, contourLines, fade, regions }) {
   return [
-    ["heatmap", !heatmap && "False"],
-    ["overlay", format !== "jpeg" && pythonValue(format)],
-    ["heatmap_image", FORMATS[heatmapImage] && pythonString(FORMATS[heatmapImage])],
+    ["alpha", alpha !== undefined && String(alpha)],
+    ["sign", sign && pythonString(word(sign, "SIGN_"))],
     ["colormap", colormap && pythonString(colormap)],
-    ["alpha", alpha !== undefined && alpha !== 0.5 && String(alpha)],
-    ["max_side", maxSide && String(maxSide)],
-    ["quality", quality && String(quality)],
-    ["profile", !["", "unspecified", "paper"].includes(profile) && pythonString(profile)],
-    ["sign", !["", "unspecified"].includes(sign) && pythonString(sign)],
+    ["threshold", thresholdQuantile !== undefined && String(thresholdQuantile)],
     ["scale", sharedScale && pythonString("request")],
-    ...Object.entries(numbers).map(([name, value]) => [name, value !== undefined && String(value)]),
     ["contour_lines", contourLines && String(contourLines)],
-    ["color_bar", colorBar && "True"],
     ["fade", fade && "True"],
-    ["intensity", intensity && "True"],
-    ["regions", rendering.regions && regionOptions(rendering.regions)],
+    ["regions", regions && "camserve.RegionOptions(draw=True)"],
   ];
 }
 
-function regionOptions({ quantile, mass, maxRegions, draw, masks }) {
-  const given = { quantile, mass, max_regions: maxRegions, draw: draw || undefined, masks: masks || undefined };
-  const options = Object.entries(given).filter(([, value]) => value !== undefined);
-  return options.length ? `camserve.RegionOptions(${options.map(([name, value]) => `${name}=${pythonValue(value)}`).join(", ")})` : "True";
-}
-
 /**
- * Return Python code that sends a request with the SDK.
- *
- * @param request ExplainRequest in the API's JSON; its image is ignored.
- * @param options {address, photo, other, token}: the server's gRPC address, file names of the photo and of a
- *   similarity's photo, and true if the server needs a token, which is read from CAMSERVE_TOKEN.
+ * Return Python code that sends an ExplainRequest with the SDK: to a gRPC address, with the file names of the photo and of
+ * a similarity's photo. A token is read from CAMSERVE_TOKEN.
  */
 export function asPython(request, { address = "localhost:50051", photo = OPEN, other = OTHER, token = false } = {}) {
   const access = token ? ', token=os.environ["CAMSERVE_TOKEN"]' : "";
@@ -136,11 +128,7 @@ export function asPython(request, { address = "localhost:50051", photo = OPEN, o
   ].join("\n");
 }
 
-/**
- * Return a shell command that sends a request to the HTTP/JSON API with curl.
- *
- * @param options {address, photo, other, token}: as for asPython, but with the server's HTTP address.
- */
+/** Return a shell command that sends an ExplainRequest with curl, to an HTTP address. */
 export function asCurl(request, { address = "http://localhost:8080", photo = OPEN, other = OTHER, token = false } = {}) {
   const [photoMark, otherMark] = ["\u0000photo\u0000", "\u0000other\u0000"];
   const { image: _, targets = [], ...rest } = request;

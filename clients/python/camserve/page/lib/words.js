@@ -1,18 +1,16 @@
 /** Descriptions of verdicts, numbers and costs for people. */
 
 const VERDICTS = {
-  VERDICT_UNSPECIFIED: { short: "unknown", text: "The server did not say whether the map can be read." },
-  VERDICT_OK: { short: "readable", text: "The map has evidence for the target." },
-  VERDICT_ALL_NEGATIVE: { short: "no evidence for it", text: "No value of the map is above zero: nothing supports the target." },
-  VERDICT_FLAT: { short: "flat", text: "The map has the same value everywhere, so it points at nothing." },
-  VERDICT_ZERO_GRADIENT: { short: "zero gradient", text: "The score does not depend on this layer." },
-  VERDICT_NON_FINITE: { short: "not finite", text: "The map has NaN or infinite values." },
+  VERDICT_ALL_NEGATIVE: "No evidence for it",
+  VERDICT_FLAT: "Flat",
+  VERDICT_ZERO_GRADIENT: "Zero gradient",
+  VERDICT_NON_FINITE: "Not finite",
 };
 
-/** Describe a verdict of the API's JSON: {ok, short, text}. */
-export function verdict(name = "VERDICT_UNSPECIFIED") {
-  const known = VERDICTS[name] ?? VERDICTS.VERDICT_UNSPECIFIED;
-  return { ok: name === "VERDICT_OK", ...known };
+/** Describe why the map of an explanation cannot be read, or return "". */
+export function warning({ verdict, verdictMessage = "" }) {
+  if (verdict === "VERDICT_OK") return "";
+  return [VERDICTS[verdict] ?? "Unknown verdict", verdictMessage].filter(Boolean).join(": ");
 }
 
 /** Format a probability, 0 to 1, as a percentage: "less than 0.1 %" and "more than 99.9 %" at the ends. */
@@ -38,12 +36,7 @@ export function count(value, noun) {
   return `${Number(value).toLocaleString("en")} ${noun}${Number(value) === 1 ? "" : "s"}`;
 }
 
-/**
- * Describe the cost of a request.
- *
- * @param estimate an `EstimateCostResponse` of the API's JSON.
- * @returns {text, allowed}
- */
+/** Describe the cost in an EstimateCostResponse: {text, allowed}. */
 export function cost({ rows = 0, explanations = 0, maxRows = 0 }) {
   const allowed = rows <= maxRows;
   const maps = `${count(explanations, "map")}, ${count(rows, "row")} through the model`;

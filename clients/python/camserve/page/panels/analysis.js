@@ -13,13 +13,12 @@ const TABS = [
   ["share", "Save and share", sharePanel],
 ];
 
-const tabs = TABS.map(([id, title]) => h("button", { type: "button", role: "tab", id: `tab-${id}`, "aria-controls": `panel-${id}`, onclick: () => select(id), onkeydown: move }, title));
+const tabs = TABS.map(([id, title]) => h("button", { role: "tab", id: `tab-${id}`, "aria-controls": `panel-${id}`, onclick: () => select(id), onkeydown: move }, title));
 const panels = TABS.map(([id]) => h("div", { role: "tabpanel", id: `panel-${id}`, "aria-labelledby": `tab-${id}`, class: "panel" }));
 
-/** Build the panel. */
 export function analysisPanel() {
   TABS.forEach(([, , build], index) => fill(panels[index], build()));
-  fill(byId("analysis"), h("div", { role: "tablist", class: "tabs", "aria-label": "Analysis" }, tabs), panels);
+  fill(byId("analysis"), h("div.tabs", { role: "tablist", "aria-label": "Analysis" }, tabs), panels);
   select("compare");
   showPresence();
 }

@@ -3,7 +3,7 @@ import { fill, h, say } from "../dom.js";
 import { barValues, complete, drawColorBar, drawMap, shown } from "../lib/draw.js";
 import { peak, valueAt } from "../lib/maps.js";
 import { regionsOf } from "../lib/regions.js";
-import { number, probability, targetName, verdict } from "../lib/words.js";
+import { number, probability, targetName, warning } from "../lib/words.js";
 import { changed, state } from "../state.js";
 import { styleOf } from "./look.js";
 
@@ -29,16 +29,16 @@ export class Cell {
   /** @param content one of state.cells. */
   constructor(content, { onpick }) {
     this.content = content;
-    this.canvas = h("canvas", { class: "map", "aria-hidden": "true" });
+    this.canvas = h("canvas.map", { "aria-hidden": "true" });
     this.image = h("img", { src: content.source.url, alt: "", draggable: "false" });
     this.overlay = document.createElementNS(SVG, "svg");
     this.overlay.setAttribute("aria-hidden", "true");
-    this.cross = h("div", { class: "cross", hidden: true });
-    this.value = h("output", { class: "value" });
-    this.badge = h("span", { class: "badge", hidden: true });
-    this.bar = h("canvas", { class: "colours", width: BAR, height: 1, "aria-hidden": "true" });
-    this.ticks = h("div", { class: "ticks", "aria-hidden": "true" });
-    this.regions = h("p", { class: "hint", hidden: true });
+    this.cross = h("div.cross", { hidden: true });
+    this.value = h("output.value");
+    this.badge = h("span.badge", { hidden: true });
+    this.bar = h("canvas.colours", { width: BAR, height: 1, "aria-hidden": "true" });
+    this.ticks = h("div.ticks", { "aria-hidden": "true" });
+    this.regions = h("p.hint", { hidden: true });
     this.node = this.#build(onpick);
     this.observer = new ResizeObserver(() => this.draw());
     this.observer.observe(this.stage);
@@ -46,8 +46,8 @@ export class Cell {
 
   #build(onpick) {
     const { explanation, photo, id } = this.content;
-    const { ok, short, text } = verdict(explanation.verdict);
-    this.stage = h("button", { type: "button", class: "stage", "aria-pressed": "false", "aria-label": `${titleOf(this.content)}. ${text} Press to compare, arrow keys to read values.` }, this.image, this.canvas, this.overlay, this.cross, this.badge);
+    const fault = warning(explanation);
+    this.stage = h("button.stage", { "aria-pressed": "false", "aria-label": `${titleOf(this.content)}. ${fault} Press to compare, arrow keys to read values.` }, this.image, this.canvas, this.overlay, this.cross, this.badge);
     this.stage.style.aspectRatio = `${photo.width} / ${photo.height}`;
     this.overlay.setAttribute("viewBox", `0 0 ${photo.width} ${photo.height}`);
     this.stage.addEventListener("click", () => onpick(id));
@@ -55,15 +55,15 @@ export class Cell {
     this.stage.addEventListener("pointerleave", () => moveCursor(null));
     this.stage.addEventListener("keydown", (event) => this.#key(event));
     this.stage.addEventListener("blur", () => moveCursor(null));
-    const name = h("span", { class: "name" }, explanation.method);
-    const place = h("small", {}, [explanation.layer, `score ${number(explanation.score ?? 0)}`].filter(Boolean).join(" · "));
-    const judgement = ok ? null : h("p", { class: "warning" }, `${short}: ${explanation.verdictMessage || text}`);
-    return h("figure", { class: "cell" }, this.stage, h("figcaption", {}, h("div", { class: "line" }, name, this.value), place, this.bar, this.ticks, judgement, this.#completeness(), this.regions));
+    const name = h("span.name", explanation.method);
+    const place = h("small", [explanation.layer, `score ${number(explanation.score ?? 0)}`].filter(Boolean).join(" · "));
+    const judgement = fault ? h("p.warning", fault) : null;
+    return h("figure.cell", this.stage, h("figcaption", h("div.line", name, this.value), place, this.bar, this.ticks, judgement, this.#completeness(), this.regions));
   }
 
   #completeness() {
     const { completenessError } = this.content.explanation;
-    return completenessError === undefined ? null : h("p", { class: "hint" }, `Adds up to the score within ${probability(completenessError)}.`);
+    return completenessError === undefined ? null : h("p.hint", `Adds up to the score within ${probability(completenessError)}.`);
   }
 
   #point({ clientX, clientY }) {
@@ -121,7 +121,7 @@ export class Cell {
     Object.assign(this.canvas, { width, height });
     drawMap(this.canvas, map, photo, style, { scale, inputSize });
     drawColorBar(this.bar, style);
-    fill(this.ticks, barValues(style, scale).map((value) => h("span", {}, number(value))));
+    fill(this.ticks, barValues(style, scale).map((value) => h("span", number(value))));
     this.#drawMarks(style);
   }
 

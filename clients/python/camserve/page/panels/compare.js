@@ -16,10 +16,9 @@ const STRONGEST = 0.8; // quantile: the strongest fifth of each map
 const COLOURS = ["", "#2f7de0", "#e2552d", "#f3c545"]; // only A, only B, both
 const WIDTH = 480; // pixels of the picture
 
-const body = h("div", { class: "stack" });
+const body = h("div.stack");
 let mode = "difference";
 
-/** Return the content of the tab. */
 export function comparePanel() {
   return body;
 }
@@ -33,17 +32,17 @@ function pair() {
 
 function show() {
   const [a, b] = pair();
-  if (!a || !b) return fill(body, h("p", { class: "hint" }, "Add a method, a target, a layer or a model: two maps can be compared."));
-  const canvas = h("canvas", { class: "map", "aria-hidden": "true" });
-  const picture = h("div", { class: "picture compared" }, h("img", { src: a.source.url, alt: "" }), canvas);
+  if (!a || !b) return fill(body, h("p.hint", "Add a method, a target, a layer or a model: two maps can be compared."));
+  const canvas = h("canvas.map", { "aria-hidden": "true" });
+  const picture = h("div.picture.compared", h("img", { src: a.source.url, alt: "" }), canvas);
   picture.style.aspectRatio = `${a.photo.width} / ${a.photo.height}`;
-  const legend = h("div", { class: "stack" });
+  const legend = h("div.stack");
   const pick = segmented("Compare by", MODES, mode, (value) => {
     mode = value;
     draw(canvas, legend, a, b);
   });
-  const reading = h("div", { class: "stack" }, pick, legend, wordsOf(a, b));
-  fill(body, h("div", { class: "pair" }, picker("A", a, b), picker("B", b, a)), h("div", { class: "sides" }, picture, reading));
+  const reading = h("div.stack", pick, legend, wordsOf(a, b));
+  fill(body, h("div.pair", picker("A", a, b), picker("B", b, a)), h("div.sides", picture, reading));
   draw(canvas, legend, a, b);
 }
 
@@ -82,7 +81,7 @@ function wordsOf(a, b) {
     ["Correlation", number(pearson)],
     ["Overlap of the strongest fifths", Number.isFinite(iou) ? probability(iou) : "–"],
   ];
-  return [h("p", { class: "verdict" }, text), h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]))];
+  return [h("p.verdict", text), h("dl.facts", facts.map(([name, value]) => [h("dt", name), h("dd", value)]))];
 }
 
 function draw(canvas, legend, a, b) {
@@ -97,12 +96,12 @@ function draw(canvas, legend, a, b) {
 function drawDifference(canvas, legend, a, b) {
   const isShared = state.style.scale === "shared";
   const map = difference(a.map, registered(a, b), isShared ? [1, 1] : [a.scale, b.scale]);
-  const style = { profile: "signed", smooth: state.style.smooth };
+  const style = { sign: "both", smooth: state.style.smooth };
   const scale = drawMap(canvas, map, a.photo, style, { inputSize: a.inputSize });
-  const bar = h("canvas", { class: "colours", width: 128, height: 1, "aria-hidden": "true" });
+  const bar = h("canvas.colours", { width: 128, height: 1, "aria-hidden": "true" });
   drawColorBar(bar, style);
   const unit = isShared ? "In raw values." : "Each map is divided by its strongest value first.";
-  fill(legend, bar, h("div", { class: "ticks" }, h("span", {}, `B stronger, ${number(barValues(style, scale)[0])}`), h("span", {}, `A stronger, ${number(scale)}`)), h("p", { class: "hint" }, unit));
+  fill(legend, bar, h("div.ticks", h("span", `B stronger, ${number(barValues(style, scale)[0])}`), h("span", `A stronger, ${number(scale)}`)), h("p.hint", unit));
 }
 
 function drawOverlap(canvas, legend, a, b) {
@@ -120,12 +119,12 @@ function drawOverlap(canvas, legend, a, b) {
     }
   }
   const share = (kind) => probability(mask.data.filter((value) => value === kind).length / mask.data.length);
-  const entries = ["only A", "only B", "both"].map((name, index) => h("li", {}, swatch(COLOURS[index + 1]), `${name}: ${share(index + 1)} of the map`));
-  fill(legend, h("ul", { class: "legend" }, entries), h("p", { class: "hint" }, "Where each map is among its strongest fifth."));
+  const entries = ["only A", "only B", "both"].map((name, index) => h("li", swatch(COLOURS[index + 1]), `${name}: ${share(index + 1)} of the map`));
+  fill(legend, h("ul.legend", entries), h("p.hint", "Where each map is among its strongest fifth."));
 }
 
 function swatch(colour) {
-  const node = h("span", { class: "swatch", "aria-hidden": "true" });
+  const node = h("span.swatch", { "aria-hidden": "true" });
   node.style.background = colour;
   return node;
 }

@@ -3,7 +3,6 @@ import { byId, fill, h, labelled } from "../dom.js";
 import { connect, useToken } from "../server.js";
 import { on, state } from "../state.js";
 
-/** Build the panel. */
 export function connectionPanel() {
   show();
 }
@@ -13,11 +12,11 @@ function show() {
   const place = byId("connection");
   place.dataset.status = status;
   const short = { ready: "Connected", waiting: "Reconnecting", token: "Token required", failed: "Not connected" }[status] ?? text;
-  fill(place, h("span", { class: "dot", "aria-hidden": "true" }), short);
+  fill(place, h("span.dot", { "aria-hidden": "true" }), short);
   const notice = byId("notice");
   if (status === "token") return notice.querySelector("form") ? showRefusal(text) : fill(notice, tokenForm(text));
-  if (status === "waiting") return fill(notice, h("p", { class: "notice" }, text));
-  if (status === "failed") return fill(notice, h("div", { class: "notice problem", role: "alert" }, h("p", {}, text), h("button", { type: "button", onclick: connect }, "Try again")));
+  if (status === "waiting") return fill(notice, h("p.notice", text));
+  if (status === "failed") return fill(notice, h("div.notice.problem", { role: "alert" }, h("p", text), h("button", { onclick: connect }, "Try again")));
   return status === "ready" ? fill(notice) : null;
 }
 
@@ -34,7 +33,7 @@ function tokenForm(text) {
     input.value = "";
     useToken(token);
   };
-  return h("form", { class: "notice", onsubmit: submit }, h("p", { class: "refusal", role: "alert" }, text), field, h("button", { type: "submit", class: "primary" }, "Connect"));
+  return h("form.notice", { onsubmit: submit }, h("p.refusal", { role: "alert" }, text), field, h("button.primary", { type: "submit" }, "Connect"));
 }
 
 on("connection", show);

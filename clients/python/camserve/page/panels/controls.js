@@ -9,9 +9,8 @@ import { methodsControl } from "./methods.js";
 import { modelsControl } from "./models.js";
 import { targetsControl } from "./targets.js";
 
-const footer = h("div", { class: "ask" });
+const footer = h("div.ask");
 
-/** Build the panel. */
 export function controlsPanel() {
   const sections = [modelsControl(), targetsControl(), methodsControl(), layersControl()];
   fill(byId("controls"), h("h2", { id: "controls-title" }, "What to explain"), sections, footer);
@@ -21,13 +20,13 @@ export function controlsPanel() {
 function showCost() {
   const { cost } = state;
   const isWaiting = isStale() && state.run.status !== "running";
-  const button = h("button", { type: "button", class: isWaiting ? "primary" : "", disabled: !state.photo || state.run.status === "running", onclick: explain }, "Explain");
-  fill(footer, h("div", { class: "row" }, button, costOf(cost)));
+  const button = h("button", { class: isWaiting ? "primary" : "", disabled: !state.photo || state.run.status === "running", onclick: explain }, "Explain");
+  fill(footer, h("div.row", button, costOf(cost)));
 }
 
 function costOf(cost) {
   if (!cost) return null;
-  if (cost.error) return h("p", { class: "hint refused" }, sentence(cost.error.message));
+  if (cost.error) return h("p.hint.refused", sentence(cost.error.message));
   const { allowed, text } = costText(cost);
   return h("p", { class: allowed ? "hint" : "hint refused" }, text);
 }

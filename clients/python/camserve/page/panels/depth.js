@@ -20,16 +20,15 @@ const RANKS = [
 ];
 
 const chart = h("div");
-const channels = h("div", { class: "stack" });
-const start = h("button", { type: "button", class: "primary", onclick: inspect }, "Measure all layers");
-const body = h("div", { class: "stack" }, h("p", { class: "hint" }, "One forward and one backward pass show where in the model the score arises, or where its gradient vanishes."), h("div", { class: "row" }, start), chart, channels);
+const channels = h("div.stack");
+const start = h("button.primary", { onclick: inspect }, "Measure all layers");
+const body = h("div.stack", h("p.hint", "One forward and one backward pass show where in the model the score arises, or where its gradient vanishes."), h("div.row", start), chart, channels);
 
 let measure = "gradient.norm";
 let rank = "CHANNEL_RANK_GRADIENT";
 let inspected = null;
 let turn = 0; // of the requests: an answer to an older one is dropped
 
-/** Return the content of the tab. */
 export function depthPanel() {
   return body;
 }
@@ -46,7 +45,7 @@ function targetOf() {
 async function inspect() {
   const mine = ++turn;
   start.disabled = true;
-  fill(chart, h("p", { class: "hint", role: "status" }, "Measuring…"));
+  fill(chart, h("p.hint", { role: "status" }, "Measuring…"));
   try {
     const image = await imageOf(state.photo);
     const request = { model: mainModel().name, image, ...targetOf() };
@@ -83,21 +82,21 @@ function showChart() {
   const troubled = layers.filter(({ activation, gradient }) => Number(activation?.nonFinite ?? 0) + Number(gradient?.nonFinite ?? 0) > 0);
   fill(
     chart,
-    h("div", { class: "row" }, labelled("Measure", pick), h("p", { class: "hint" }, `For ${targetName(inspected)}, score ${number(inspected.score ?? 0)}. Click a point, or move with the arrow keys and press Enter, to see its channels.`)),
-    troubled.length ? h("p", { class: "warning" }, `Not finite: ${troubled.map((layer) => layer.name).join(", ")}.`) : null,
+    h("div.row", labelled("Measure", pick), h("p.hint", `For ${targetName(inspected)}, score ${number(inspected.score ?? 0)}. Click a point, or move with the arrow keys and press Enter, to see its channels.`)),
+    troubled.length ? h("p.warning", `Not finite: ${troubled.map((layer) => layer.name).join(", ")}.`) : null,
     svg,
   );
 }
 
 async function showChannels(layer) {
   const mine = ++turn;
-  fill(channels, h("h3", {}, layer), h("p", { class: "hint", role: "status" }, "Loading its channels…"));
+  fill(channels, h("h3", layer), h("p.hint", { role: "status" }, "Loading its channels…"));
   try {
     const request = { model: mainModel().name, image: await imageOf(state.photo), layer, rank, picture: "IMAGE_FORMAT_JPEG", ...targetOf() };
     const response = await guarded(() => api.call("ExplainService/ExtractFeatures", request));
     if (mine === turn) await showPicture(layer, response);
   } catch (error) {
-    if (mine === turn) fill(channels, h("h3", {}, layer), problem(sentence(error.message)));
+    if (mine === turn) fill(channels, h("h3", layer), problem(sentence(error.message)));
   }
 }
 
@@ -110,9 +109,9 @@ async function showPicture(layer, { picture, channels: found = [], channelCount 
   });
   fill(
     channels,
-    h("h3", {}, `${layer}: ${found.length} of ${channelCount} channels, ${gridHeight} × ${gridWidth}`),
-    h("div", { class: "row" }, labelled("Channels", pick), isExplainable ? h("button", { type: "button", onclick: () => toggleLayer(layer, true) }, "Explain this layer") : null),
-    h("img", { class: "tiles", src: `data:image/jpeg;base64,${picture.data}`, alt: `The photo, and the channels of ${layer}: ${found.map(({ index = 0 }) => index).join(", ")}` }),
+    h("h3", `${layer}: ${found.length} of ${channelCount} channels, ${gridHeight} × ${gridWidth}`),
+    h("div.row", labelled("Channels", pick), isExplainable ? h("button", { onclick: () => toggleLayer(layer, true) }, "Explain this layer") : null),
+    h("img.tiles", { src: `data:image/jpeg;base64,${picture.data}`, alt: `The photo, and the channels of ${layer}: ${found.map(({ index = 0 }) => index).join(", ")}` }),
   );
 }
 

@@ -10,18 +10,17 @@ const FIRST = ["deletion", "insertion", "sparseness"];
 const EDGES = ["left", "top", "right", "bottom"];
 
 const chosen = new Set(FIRST);
-const options = h("div", { class: "metrics", role: "group", "aria-label": "Measures" });
-const box = h("div", { class: "edges", role: "group", "aria-label": "Box of the object, in pixels of the photo", "data-field": "box" });
-const cost = h("p", { class: "hint" });
-const start = h("button", { type: "button", class: "primary", onclick: evaluate }, "Evaluate");
-const stop = h("button", { type: "button", hidden: true, onclick: () => running?.abort() }, "Cancel");
-const result = h("div", { class: "stack", "aria-live": "polite" });
+const options = h("div.metrics", { role: "group", "aria-label": "Measures" });
+const box = h("div.edges", { role: "group", "aria-label": "Box of the object, in pixels of the photo", "data-field": "box" });
+const cost = h("p.hint");
+const start = h("button.primary", { onclick: evaluate }, "Evaluate");
+const stop = h("button", { hidden: true, onclick: () => running?.abort() }, "Cancel");
+const result = h("div.stack", { "aria-live": "polite" });
 
 let running = null;
 
-/** Return the content of the tab. */
 export function evaluatePanel() {
-  return h("div", { class: "stack" }, h("p", { class: "hint" }, "A map is to be believed if the model changes its mind where the map says that it looks. Compare with the baselines edges and random: a map that is not better says nothing."), options, box, h("div", { class: "row" }, start, stop, cost), result);
+  return h("div.stack", h("p.hint", "A map is to be believed if the model changes its mind where the map says that it looks. Compare with the baselines edges and random: a map that is not better says nothing."), options, box, h("div.row", start, stop, cost), result);
 }
 
 function show() {
@@ -33,7 +32,7 @@ function show() {
 function option({ name, summary = "", paper = "", higherIsBetter = false }) {
   const input = h("input", { type: "checkbox", checked: chosen.has(name), onchange: ({ target }) => toggle(name, target.checked) });
   const better = higherIsBetter ? "Higher is better." : "Lower is better.";
-  return h("div", { class: "option" }, h("label", { title: paper }, input, h("span", {}, name.replaceAll("_", " "))), h("small", { class: "hint" }, `${summary}. ${better}`));
+  return h("div.option", h("label", { title: paper }, input, h("span", name.replaceAll("_", " "))), h("small.hint", `${summary}. ${better}`));
 }
 
 function toggle(name, isOn) {
@@ -73,7 +72,7 @@ async function evaluate() {
   running = new AbortController();
   stop.hidden = false;
   showCost();
-  fill(result, h("p", { class: "hint", role: "status" }, "Evaluating…"));
+  fill(result, h("p.hint", { role: "status" }, "Evaluating…"));
   try {
     const explain = { ...requestFor(mainModel().name), image: await imageOf(state.photo), rendering: {}, classMap: false };
     const metrics = chosenMetrics();
@@ -82,7 +81,7 @@ async function evaluate() {
     const response = await guarded(() => api.call("EvaluateService/Evaluate", request, { signal }));
     showReadings(response, metrics);
   } catch (error) {
-    fill(result, error.code === "canceled" ? h("p", { class: "hint" }, "Cancelled.") : problem(sentence(error.message)));
+    fill(result, error.code === "canceled" ? h("p.hint", "Cancelled.") : problem(sentence(error.message)));
   } finally {
     running = null;
     stop.hidden = true;
@@ -102,10 +101,10 @@ function showReadings({ explained = {}, readings = [] }, metrics) {
 const readingOf = (readings, explanation, name) => readings.find((reading) => (reading.explanation ?? 0) === explanation && reading.metric === name);
 
 function tableOf(names, readings, metrics) {
-  const head = h("tr", {}, h("th", { scope: "col" }, "Map"), metrics.map(({ name, higherIsBetter }) => h("th", { scope: "col" }, `${name.replaceAll("_", " ")} `, h("small", {}, higherIsBetter ? "higher is better" : "lower is better"))));
+  const head = h("tr", h("th", { scope: "col" }, "Map"), metrics.map(({ name, higherIsBetter }) => h("th", { scope: "col" }, `${name.replaceAll("_", " ")} `, h("small", higherIsBetter ? "higher is better" : "lower is better"))));
   const bests = metrics.map((metric) => bestOf(metric, readings));
-  const rows = names.map((name, index) => h("tr", {}, h("th", { scope: "row" }, name), metrics.map((metric, at) => cellOf(readingOf(readings, index, metric.name), bests[at]))));
-  return h("div", { class: "scrolls", tabindex: "0", role: "region", "aria-label": "Readings" }, h("table", {}, h("thead", {}, head), h("tbody", {}, rows)));
+  const rows = names.map((name, index) => h("tr", h("th", { scope: "row" }, name), metrics.map((metric, at) => cellOf(readingOf(readings, index, metric.name), bests[at]))));
+  return h("div.scrolls", { tabindex: "0", role: "region", "aria-label": "Readings" }, h("table", h("thead", head), h("tbody", rows)));
 }
 
 function bestOf({ name, higherIsBetter }, readings) {
@@ -114,10 +113,10 @@ function bestOf({ name, higherIsBetter }, readings) {
 }
 
 function cellOf(reading, best) {
-  if (!reading) return h("td", {}, "–");
+  if (!reading) return h("td", "–");
   const value = Number(reading.value ?? 0);
-  if (reading.message) return h("td", {}, h("small", { class: "hint" }, reading.message));
-  return h("td", {}, value === best ? h("strong", { title: "the best" }, `${number(value)} ★`) : number(value));
+  if (reading.message) return h("td", h("small.hint", reading.message));
+  return h("td", value === best ? h("strong", { title: "the best" }, `${number(value)} ★`) : number(value));
 }
 
 function curvesOf({ name }, names, readings) {
@@ -130,8 +129,8 @@ function curvesOf({ name }, names, readings) {
   });
   if (!series.length) return null;
   const chart = lineChart({ title: `Curves of ${name}`, description: "One line for each map.", series, xLabel: "Share", yLabel: name.replaceAll("_", " ") });
-  const legend = h("ul", { class: "legend" }, series.map(({ name: text }, index) => h("li", {}, h("span", { class: `swatch series-${index % 6}`, "aria-hidden": "true" }), text)));
-  return h("section", {}, h("h3", {}, name.replaceAll("_", " ")), chart, legend);
+  const legend = h("ul.legend", series.map(({ name: text }, index) => h("li", h("span", { class: `swatch series-${index % 6}`, "aria-hidden": "true" }), text)));
+  return h("section", h("h3", name.replaceAll("_", " ")), chart, legend);
 }
 
 on("models", show);

@@ -10,10 +10,9 @@ import { lookBar, styleOf } from "./look.js";
 
 let shown = []; // Cell
 
-const status = h("div", { class: "run", role: "status" });
-const rows = h("div", { class: "rows" });
+const status = h("div.run", { role: "status" });
+const rows = h("div.rows");
 
-/** Build the panel. */
 export function gridPanel() {
   fill(byId("maps"), lookBar(), status, rows);
   showRows();
@@ -40,15 +39,15 @@ function groups() {
     const title = targetName(explanation) + (several ? ` · ${model}` : "");
     byTitle.set(title, [...(byTitle.get(title) ?? []), cell]);
   }
-  const sections = [...byTitle].map(([title, cells]) => h("section", { class: "group" }, h("h2", {}, title), h("div", { class: "cells" }, cells.map(({ node }) => node))));
+  const sections = [...byTitle].map(([title, cells]) => h("section.group", h("h2", title), h("div.cells", cells.map(({ node }) => node))));
   const isFlat = [...byTitle.values()].every((cells) => cells.length === 1);
-  return isFlat ? h("div", { class: "singles" }, sections) : sections;
+  return isFlat ? h("div.singles", sections) : sections;
 }
 
 function emptyState() {
-  if (state.run.status === "running") return h("div", { class: "cells" }, h("div", { class: "skeleton map" }), h("div", { class: "skeleton map" }));
+  if (state.run.status === "running") return h("div.cells", h("div.skeleton.map"), h("div.skeleton.map"));
   if (state.photo) return null;
-  return h("div", { class: "empty" }, h("p", {}, h("strong", {}, "Choose a photo, and its map appears here.")), h("p", {}, "Then add methods, targets, layers or models to see their maps side by side."));
+  return h("div.empty", h("p", h("strong", "Choose a photo, and its map appears here.")), h("p", "Then add methods, targets, layers or models to see their maps side by side."));
 }
 
 function failures() {
@@ -56,8 +55,8 @@ function failures() {
   const several = state.ask.models.length > 1;
   return failed.map(({ model, error }) => {
     const text = several ? `${model}: ${error.message}` : sentence(error.message);
-    const id = error.requestId ? h("small", { class: "hint" }, `Request ${error.requestId} in the server's log.`) : null;
-    return h("div", { class: "problem", role: "alert" }, h("p", {}, text), id, h("button", { type: "button", onclick: explain }, "Try again"));
+    const id = error.requestId ? h("small.hint", `Request ${error.requestId} in the server's log.`) : null;
+    return h("div.problem", { role: "alert" }, h("p", text), id, h("button", { onclick: explain }, "Try again"));
   });
 }
 
@@ -67,7 +66,7 @@ function showStatus() {
   rows.classList.toggle("stale", isRunning);
   if (isRunning) return showProgress(done);
   const note = now === "cancelled" ? "Cancelled." : isStale() && state.cells.length ? "The maps do not show the present choice yet." : "";
-  fill(status, note ? h("p", { class: "hint" }, note) : null);
+  fill(status, note ? h("p.hint", note) : null);
 }
 
 function showProgress(done) {
@@ -75,7 +74,7 @@ function showProgress(done) {
   const bar = status.querySelector("progress");
   if (!bar) {
     const fresh = h("progress", { max: 1, "aria-label": "Progress" });
-    fill(status, fresh, h("span", {}), h("button", { type: "button", onclick: cancel }, "Cancel"));
+    fill(status, fresh, h("span"), h("button", { onclick: cancel }, "Cancel"));
     return showProgress(done);
   }
   if (done?.rowsTotal) bar.value = share;

@@ -11,17 +11,16 @@ const FUSIONS = [
   ["FUSION_PRODUCT", "One map: their product"],
 ];
 
-const chips = h("ul", { class: "chips", "aria-label": "Chosen layers" });
-const usual = h("p", { class: "hint" });
-const tree = h("div", { class: "tree" });
+const chips = h("ul.chips", { "aria-label": "Chosen layers" });
+const usual = h("p.hint");
+const tree = h("div.tree");
 const fusion = h("div");
 const search = h("input", { type: "search", placeholder: "Find a layer", "aria-label": "Find a layer", oninput: showTree });
-const all = h("details", { class: "all", ontoggle: showTree }, h("summary", {}, "Choose layers"), search, tree);
+const all = h("details.all", { ontoggle: showTree }, h("summary", "Choose layers"), search, tree);
 const open = new Set(); // names of the opened branches
 
-/** Return the control. */
 export function layersControl() {
-  return h("fieldset", { "data-field": "layers" }, h("legend", {}, "Layers"), usual, chips, fusion, all);
+  return h("fieldset", { "data-field": "layers" }, h("legend", "Layers"), usual, chips, fusion, all);
 }
 
 const chosen = () => state.ask.layers[mainModel()?.name] ?? [];
@@ -45,7 +44,7 @@ function show() {
 }
 
 function chip(name, index) {
-  return h("li", { class: "chip", "data-field": `layers[${index}]` }, h("span", {}, name), h("button", { type: "button", class: "remove", "aria-label": `Remove ${name}`, onclick: () => toggleLayer(name, false) }, "×"));
+  return h("li.chip", { "data-field": `layers[${index}]` }, h("span", name), h("button.remove", { "aria-label": `Remove ${name}`, onclick: () => toggleLayer(name, false) }, "×"));
 }
 
 async function showTree() {
@@ -56,7 +55,7 @@ async function showTree() {
   const focused = document.activeElement?.dataset?.layer;
   if (text) {
     const found = layers.filter(({ name, type = "" }) => `${name} ${type}`.toLowerCase().includes(text)).slice(0, 100);
-    fill(tree, h("ul", {}, found.map((layer) => h("li", {}, row(layer, layer.name)))));
+    fill(tree, h("ul", found.map((layer) => h("li", row(layer, layer.name)))));
   } else {
     fill(tree, branch(grow(layers), ""));
   }
@@ -78,25 +77,25 @@ function grow(layers) {
 }
 
 function branch({ children }, prefix) {
-  return h("ul", {}, [...children].map(([part, node]) => leaf(part, node, prefix ? `${prefix}.${part}` : part)));
+  return h("ul", [...children].map(([part, node]) => leaf(part, node, prefix ? `${prefix}.${part}` : part)));
 }
 
 function leaf(part, node, name) {
-  if (!node.children.size) return h("li", {}, row(node.layer, part));
+  if (!node.children.size) return h("li", row(node.layer, part));
   const isOpen = open.has(name);
   const toggle = () => {
     if (!open.delete(name)) open.add(name);
     showTree();
   };
-  const button = h("button", { type: "button", class: "toggle", "aria-expanded": String(isOpen), "aria-label": `Layers in ${name}`, "data-layer": `${name}/`, onclick: toggle }, isOpen ? "▾" : "▸");
-  return h("li", {}, h("div", { class: "line start" }, button, node.layer ? row(node.layer, part) : h("span", {}, part)), isOpen ? branch(node, name) : null);
+  const button = h("button.toggle", { "aria-expanded": String(isOpen), "aria-label": `Layers in ${name}`, "data-layer": `${name}/`, onclick: toggle }, isOpen ? "▾" : "▸");
+  return h("li", h("div.line.start", button, node.layer ? row(node.layer, part) : h("span", part)), isOpen ? branch(node, name) : null);
 }
 
 function row({ name, type = "", explainable = false, reason = "", gridHeight = 0, gridWidth = 0 }, text) {
   const isOn = chosen().includes(name);
   const box = h("input", { type: "checkbox", checked: isOn, disabled: !explainable && !isOn, "data-layer": name, onchange: ({ target }) => toggleLayer(name, target.checked) });
   const grid = explainable ? `${gridHeight} × ${gridWidth}` : reason;
-  return h("label", { class: explainable ? "layer" : "layer refused", title: name }, box, h("span", {}, text), h("small", {}, `${type}${grid ? `, ${grid}` : ""}`));
+  return h("label", { class: explainable ? "layer" : "layer refused", title: name }, box, h("span", text), h("small", `${type}${grid ? `, ${grid}` : ""}`));
 }
 
 on(["models", "ask"], show);

@@ -13,7 +13,7 @@ const SIGNS = [
 const MOST_HIDDEN = 95; // per cent
 
 function slider(label, value, [least, most, step], unit, onchange) {
-  const output = h("output", {}, value + unit);
+  const output = h("output", value + unit);
   const oninput = ({ target }) => {
     output.textContent = target.value + unit;
     onchange(Number(target.value));
@@ -33,14 +33,13 @@ function view(change) {
   changed("style");
 }
 
-/** Return the toolbar. */
 export function lookBar() {
   const { style } = state;
   const hidden = Math.round(100 * (style.threshold?.quantile ?? 0));
   const colormaps = [["", "Automatic"], ...COLORMAPS.map((name) => [name, name.replaceAll("_", " ")])];
   return h(
-    "div",
-    { class: "look", role: "group", "aria-label": "Look of the maps" },
+    "div.look",
+    { role: "group", "aria-label": "Look of the maps" },
     slider("Opacity", Math.round(100 * style.opacity), [0, 100, 1], " %", (value) => restyle({ opacity: value / 100 })),
     slider("Hide weakest", hidden, [0, MOST_HIDDEN, 1], " %", threshold),
     labelled("Show", choice(SIGNS, style.sign ?? "", (sign) => restyle({ sign: sign || null }))),

@@ -10,7 +10,7 @@ let layer = null;
 
 /** Return the element with the marks for the photo on the screen. */
 export function marksOf() {
-  layer = h("div", { class: "marks" });
+  layer = h("div.marks");
   return layer;
 }
 
@@ -31,7 +31,7 @@ function boxesOf({ predictions = [] }, photo) {
     const name = prediction.label || `class ${prediction.classIndex ?? 0}`;
     const text = `${name}, ${probability(prediction.probability ?? 0)}`;
     const pick = () => choose(prediction, clickMode());
-    const box = h("button", { type: "button", class: "box", "aria-pressed": String(isAsked(prediction)), "aria-label": `Explain ${text}`, onclick: pick }, h("span", {}, name));
+    const box = h("button.box", { "aria-pressed": String(isAsked(prediction)), "aria-label": `Explain ${text}`, onclick: pick }, h("span", name));
     Object.assign(box.style, {
       left: percent(left, photo.width),
       top: percent(top, photo.height),
@@ -48,7 +48,7 @@ export const classColour = (index) => `hsl(${(index * 137.5) % 360} 70% 55%)`;
 function maskOf({ classMap, predictions = [] }, photo) {
   const { height, width, data } = classMap;
   const classes = new Uint16Array(bytesOf(data).buffer);
-  const canvas = h("canvas", { class: "mask", width, height, "aria-hidden": "true" });
+  const canvas = h("canvas.mask", { width, height, "aria-hidden": "true" });
   paintClasses(canvas, classes);
   const { left, top, right, bottom } = photo.seen;
   Object.assign(canvas.style, {

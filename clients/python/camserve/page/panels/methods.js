@@ -13,16 +13,15 @@ const KINDS = {
   METHOD_KIND_BASELINE: "Baselines, to be better than",
 };
 
-const chosen = h("div", { class: "chosen" });
-const groups = h("div", { class: "groups" });
+const chosen = h("div.chosen");
+const groups = h("div.groups");
 let layers = []; // of the first model
 let filter = "";
 
-/** Return the control. */
 export function methodsControl() {
   const search = h("input", { type: "search", placeholder: "Find a method", "aria-label": "Find a method", oninput: find });
-  const all = h("details", { class: "all" }, h("summary", {}, "Add methods"), search, groups);
-  return h("fieldset", {}, h("legend", {}, "Methods"), chosen, all);
+  const all = h("details.all", h("summary", "Add methods"), search, groups);
+  return h("fieldset", h("legend", "Methods"), chosen, all);
 }
 
 function find({ target }) {
@@ -57,16 +56,16 @@ function showChosen() {
 function card({ name, ...given }, index) {
   const info = infoOf(name) ?? {};
   const { summary = "", formula = "", paper = "", parameters = [], eigenSmoothing = false } = info;
-  const remove = h("button", { type: "button", class: "remove", "aria-label": `Remove ${name}`, onclick: () => toggle(name, false) }, "×");
+  const remove = h("button.remove", { "aria-label": `Remove ${name}`, onclick: () => toggle(name, false) }, "×");
   const forms = parameters.map((parameter) => formOf(parameter, index, given.parameters?.[parameter.name]));
   const smoothing = [
     checkbox("Average mirrored and contrasted copies", given.augmentationSmoothing ?? false, (value) => change(index, { augmentationSmoothing: value }), { hint: "Costs six times as much." }),
     eigenSmoothing ? checkbox("First principal component", given.eigenSmoothing ?? false, (value) => change(index, { eigenSmoothing: value })) : null,
   ];
-  const about = h("div", { class: "about" }, formula ? h("p", {}, formula) : null, paper ? h("p", { class: "hint" }, paper) : null);
-  const options = h("details", {}, h("summary", {}, "Options and formula"), forms, smoothing, about);
+  const about = h("div.about", formula ? h("p", formula) : null, paper ? h("p.hint", paper) : null);
+  const options = h("details", h("summary", "Options and formula"), forms, smoothing, about);
   const only = state.ask.methods.length === 1;
-  return h("div", { class: "chip-card", "data-field": `methods[${index}]` }, h("div", { class: "line" }, h("strong", {}, name), only ? null : remove), h("p", { class: "hint" }, summary && `${summary}.`), options);
+  return h("div.chip-card", { "data-field": `methods[${index}]` }, h("div.line", h("strong", name), only ? null : remove), h("p.hint", summary && `${summary}.`), options);
 }
 
 function formOf(info, index, given) {
@@ -90,7 +89,7 @@ function numberOf({ minimum = 0, maximum = 0, integer = false }, { number = 0 },
 function showGroups() {
   const fits = ({ name, summary = "" }) => `${name} ${summary}`.toLowerCase().includes(filter);
   const found = Object.entries(KINDS).map(([kind, title]) => [title, state.methods.filter((method) => method.kind === kind && fits(method))]);
-  fill(groups, found.filter(([, methods]) => methods.length).map(([title, methods]) => h("div", { role: "group", "aria-label": title }, h("h3", {}, title), methods.map(option))));
+  fill(groups, found.filter(([, methods]) => methods.length).map(([title, methods]) => h("div", { role: "group", "aria-label": title }, h("h3", title), methods.map(option))));
 }
 
 function option({ name, kind, summary = "", rows = 1, needs = "", layered = false }) {
@@ -98,7 +97,7 @@ function option({ name, kind, summary = "", rows = 1, needs = "", layered = fals
   const isOn = indexOf(name) >= 0;
   const box = h("input", { type: "checkbox", checked: isOn, disabled: refusal !== "" && !isOn, onchange: ({ target }) => toggle(name, target.checked) });
   const text = refusal || `${summary}. ${count(rows, "row")}.${needs ? ` Needs ${needs}.` : ""}`;
-  return h("div", { class: refusal ? "option refused" : "option" }, h("label", {}, box, h("span", {}, name)), h("small", { class: "hint" }, text));
+  return h("div", { class: refusal ? "option refused" : "option" }, h("label", box, h("span", name)), h("small.hint", text));
 }
 
 /** Return why a method does not fit the model, or "". The server refuses what its layers do not show here. */

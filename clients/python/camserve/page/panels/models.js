@@ -18,12 +18,11 @@ const STATES = {
   MODEL_STATE_UNLOADED: "is not loaded",
 };
 
-const list = h("div", { class: "options" });
-const about = h("p", { class: "hint" });
+const list = h("div.options");
+const about = h("p.hint");
 
-/** Return the control. */
 export function modelsControl() {
-  return h("fieldset", { "data-field": "model" }, h("legend", {}, "Models"), list, about);
+  return h("fieldset", { "data-field": "model" }, h("legend", "Models"), list, about);
 }
 
 function show() {
@@ -40,7 +39,7 @@ function option({ name, state: now, weights, source = "" }) {
   const trouble = STATES[now];
   const text = trouble ?? (weights === "none" ? "has random weights: its maps mean nothing" : "");
   const box = h("input", { type: "checkbox", checked: isChosen, disabled: Boolean(trouble) && !isChosen, onchange: ({ target }) => choose(name, target.checked) });
-  return h("div", { class: "option" }, h("label", { title: source }, box, h("span", {}, name)), text ? h("small", { class: "hint" }, text) : null);
+  return h("div.option", h("label", { title: source }, box, h("span", name)), text ? h("small.hint", text) : null);
 }
 
 async function choose(name, isOn) {

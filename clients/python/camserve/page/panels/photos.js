@@ -5,37 +5,36 @@ import { openReceipt } from "./receipts.js";
 import { marksOf } from "./marks.js";
 
 const SAMPLES = [
-  ["chelsea.jpg", "Cat"],
-  ["coffee.jpg", "Coffee"],
-  ["rocket.jpg", "Rocket"],
+  ["chelsea.webp", "Cat"],
+  ["coffee.webp", "Coffee"],
+  ["rocket.webp", "Rocket"],
 ];
 const MOST_PHOTOS = 12; // older ones are forgotten, so that a long session needs no memory
 const THUMBNAIL = 96; // pixels
 
-const stage = h("div", { class: "stage" });
-const tray = h("ul", { class: "tray", "aria-label": "Photos" });
+const stage = h("div.stage");
+const tray = h("ul.tray", { "aria-label": "Photos" });
 const messages = h("div", { "data-field": "image" });
-const input = h("input", { type: "file", id: "files", class: "unseen", multiple: true, accept: "image/jpeg,image/png,image/webp,image/bmp,.json", onchange: chosen });
+const input = h("input.unseen", { type: "file", id: "files", multiple: true, accept: "image/jpeg,image/png,image/webp,image/bmp,.json", onchange: chosen });
 
 function chosen() {
   take([...input.files]);
   input.value = "";
 }
 
-/** Build the panel. */
 export function photosPanel() {
   const samples = SAMPLES.map(([file, name]) =>
-    h("button", { type: "button", class: "sample", onclick: () => takeSample(file) }, h("img", { src: `samples/${file}`, alt: "", width: 60, height: 40 }), name),
+    h("button.sample", { onclick: () => takeSample(file) }, h("img", { src: `samples/${file}`, alt: "", width: 60, height: 40 }), name),
   );
   fill(
     byId("photo"),
     h("h2", { id: "photo-title" }, "Photo"),
     stage,
-    h("div", { class: "row" }, input, h("label", { for: "files", class: "button primary" }, "Choose photos"), h("span", { class: "hint" }, "or drop or paste them anywhere")),
+    h("div.row", input, h("label.button.primary", { for: "files" }, "Choose photos"), h("span.hint", "or drop or paste them anywhere")),
     messages,
     tray,
-    h("div", { class: "samples", role: "group", "aria-label": "Sample photos" }, samples),
-    h("p", { class: "hint" }, "The server computes with the photo and forgets it. Nothing is stored there."),
+    h("div.samples", { role: "group", "aria-label": "Sample photos" }, samples),
+    h("p.hint", "The server computes with the photo and forgets it. Nothing is stored there."),
     h("div", { id: "predictions" }),
   );
   listen();
@@ -61,7 +60,7 @@ function listen() {
 
 async function takeSample(name) {
   const response = await fetch(`samples/${name}`);
-  take([new File([await response.blob()], name, { type: "image/jpeg" })]);
+  take([new File([await response.blob()], name, { type: "image/webp" })]);
 }
 
 /** Take over files: photos are added and the first one is explained, a receipt is opened. */
@@ -110,16 +109,16 @@ function show(photo) {
 function showPhoto() {
   const { photo } = state;
   if (!photo) {
-    fill(stage, h("div", { class: "drop" }, h("strong", {}, "Drop a photo here"), "It is explained at once."));
+    fill(stage, h("div.drop", h("strong", "Drop a photo here"), "It is explained at once."));
     return;
   }
   const image = h("img", { src: photo.url, alt: `Photo ${photo.name}` });
-  fill(stage, h("div", { class: "picture" }, image, marksOf(photo)));
+  fill(stage, h("div.picture", image, marksOf(photo)));
   stage.firstChild.style.aspectRatio = `${photo.width} / ${photo.height}`;
   fill(tray, state.photos.length > 1 ? state.photos.map(trayItem) : null);
 }
 
 function trayItem(photo) {
   const pressed = String(photo === state.photo);
-  return h("li", {}, h("button", { type: "button", "aria-pressed": pressed, "aria-label": photo.name, title: photo.name, onclick: () => show(photo) }, photo.thumbnail));
+  return h("li", h("button", { "aria-pressed": pressed, "aria-label": photo.name, title: photo.name, onclick: () => show(photo) }, photo.thumbnail));
 }

@@ -31,27 +31,27 @@ function draw() {
   const results = state.results.filter(({ response }) => response);
   if (!results.length) return fill(panel, waitingText());
   const modes = hasClasses() ? MODES : MODES.slice(0, 2);
-  const hint = h("p", { class: "hint" }, MODE_HINTS[clickMode()]);
+  const hint = h("p.hint", MODE_HINTS[clickMode()]);
   const pickMode = segmented("A click on a prediction", modes, clickMode(), (value) => {
     mode = value;
     hint.textContent = MODE_HINTS[mode];
   });
-  fill(panel, h("h2", {}, "Predictions"), h("div", { class: "row" }, pickMode), hint, results.map((result, index) => listOf(result, index, results.length)));
+  fill(panel, h("h2", "Predictions"), h("div.row", pickMode), hint, results.map((result, index) => listOf(result, index, results.length)));
 }
 
 function waitingText() {
   if (!state.photo || state.run.status !== "running") return null;
-  return [h("h2", {}, "Predictions"), h("div", { class: "skeleton" }), h("div", { class: "skeleton" }), h("div", { class: "skeleton" })];
+  return [h("h2", "Predictions"), h("div.skeleton"), h("div.skeleton"), h("div.skeleton")];
 }
 
 function listOf({ model, response }, index, models) {
   const { predictions = [] } = response;
-  const title = models > 1 ? h("h3", {}, model) : null;
-  if (!predictions.length) return [title, h("p", { class: "hint" }, emptyText())];
+  const title = models > 1 ? h("h3", model) : null;
+  if (!predictions.length) return [title, h("p.hint", emptyText())];
   const shown = showAll ? predictions : predictions.slice(0, FIRST);
-  const items = shown.map((prediction) => h("li", {}, row(prediction, index === 0)));
-  const more = predictions.length > FIRST && h("button", { type: "button", class: "quiet", onclick: toggleAll }, showAll ? "Show fewer" : `Show ${count(predictions.length - FIRST, "more").replace(/s$/, "")}`);
-  return [title, h("ol", { class: "predictions", "aria-label": `Predictions of ${model}` }, items), more];
+  const items = shown.map((prediction) => h("li", row(prediction, index === 0)));
+  const more = predictions.length > FIRST && h("button.quiet", { onclick: toggleAll }, showAll ? "Show fewer" : `Show ${count(predictions.length - FIRST, "more").replace(/s$/, "")}`);
+  return [title, h("ol.predictions", { "aria-label": `Predictions of ${model}` }, items), more];
 }
 
 const emptyText = () =>
@@ -66,17 +66,17 @@ function row(prediction, isMain) {
   const { classIndex = 0, label = "", probability: share = 0, score = 0, area = 0 } = prediction;
   const isNumber = mainModel()?.task === "regress";
   const text = isNumber ? score.toPrecision(3) : probability(share);
-  const bar = h("span", { class: "bar", "aria-hidden": "true" });
+  const bar = h("span.bar", { "aria-hidden": "true" });
   bar.style.width = `${Math.max(0.5, 100 * share)}%`;
-  const parts = [bar, swatch(classIndex), h("span", { class: "name" }, label || `class ${classIndex}`), h("span", { class: "value" }, text), area ? h("small", {}, `${probability(area)} of the photo`) : null];
+  const parts = [bar, swatch(classIndex), h("span.name", label || `class ${classIndex}`), h("span.value", text), area ? h("small", `${probability(area)} of the photo`) : null];
   const against = state.ask.targets.some(({ contrast }) => contrast?.whyNot?.classIndex === classIndex);
   const pressed = isAsked(prediction) || against || isExplained(classIndex, isMain);
-  return h("button", { type: "button", class: against ? "prediction against" : "prediction", "aria-pressed": String(pressed), onclick: () => choose(prediction, clickMode()) }, parts);
+  return h("button", { class: against ? "prediction against" : "prediction", "aria-pressed": String(pressed), onclick: () => choose(prediction, clickMode()) }, parts);
 }
 
 function swatch(classIndex) {
   if (mainModel()?.task !== "segment") return null;
-  const colour = h("span", { class: "swatch", "aria-hidden": "true" });
+  const colour = h("span.swatch", { "aria-hidden": "true" });
   colour.style.background = classIndex ? classColour(classIndex) : "transparent";
   return colour;
 }

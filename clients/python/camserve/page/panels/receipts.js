@@ -6,7 +6,7 @@ import { number } from "../lib/words.js";
 import { ask, changed, on, state } from "../state.js";
 import { sentence } from "../server.js";
 
-const report = h("div", { class: "stack", "aria-live": "polite" });
+const report = h("div.stack", { "aria-live": "polite" });
 
 /** Return the element that says what an opened receipt is, and if the map is the same. */
 export const receiptReport = () => report;
@@ -39,9 +39,9 @@ function show() {
   };
   fill(
     report,
-    h("div", { class: "line" }, h("h3", {}, `Receipt ${name}`), h("button", { type: "button", class: "remove", "aria-label": "Close the receipt", onclick: close }, "×")),
-    h("p", { class: "hint" }, `${content.method} on ${content.layers.join(" + ") || "the pixels"}, model ${content.model}, score ${number(Number(content.score))}.`),
-    checks.length ? h("ul", { class: "checks" }, checks.map(check)) : h("p", {}, "Choose its photo to compute the map again."),
+    h("div.line", h("h3", `Receipt ${name}`), h("button.remove", { "aria-label": "Close the receipt", onclick: close }, "×")),
+    h("p.hint", `${content.method} on ${content.layers.join(" + ") || "the pixels"}, model ${content.model}, score ${number(Number(content.score))}.`),
+    checks.length ? h("ul.checks", checks.map(check)) : h("p", "Choose its photo to compute the map again."),
   );
 }
 

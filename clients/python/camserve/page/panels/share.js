@@ -1,17 +1,18 @@
 /** Save and share: the picture and numbers of a map, its receipt, a link, and the request as code. */
-import { choice, download, fill, h, labelled, newId, say } from "../dom.js";
+import { choice, debounced, download, fill, h, labelled, newId, say } from "../dom.js";
 import { receiptText } from "../lib/receipt.js";
-import { asCurl, asPython } from "../lib/snippets.js";
+import { asCurl, asPython, renderingOf } from "../lib/snippets.js";
 import { changed, link, on, requestFor, state } from "../state.js";
 import { api } from "../server.js";
 import { titleOf } from "./cell.js";
+import { styleOf } from "./look.js";
 import { csvOf, npyOf, pictureOf } from "./exports.js";
 import { openReceipt, receiptReport } from "./receipts.js";
 
-const saving = h("div", { class: "stack" });
-const code = h("div", { class: "stack" });
-const opener = h("input", { type: "file", class: "unseen", id: newId("receipt"), accept: ".json,application/json", onchange: open });
-const linked = h("button", { type: "button", onclick: copyLink }, "Copy the link");
+const saving = h("div.stack");
+const code = h("div.stack");
+const opener = h("input.unseen", { type: "file", id: newId("receipt"), accept: ".json,application/json", onchange: open });
+const linked = h("button", { onclick: copyLink }, "Copy the link");
 
 async function open() {
   const [file] = opener.files;
@@ -19,13 +20,12 @@ async function open() {
   if (file) await openReceipt(file);
 }
 
-/** Return the content of the tab. */
 export function sharePanel() {
   return [
     saving,
-    h("h3", {}, "Link and receipt"),
-    h("div", { class: "row" }, linked, opener, h("label", { class: "button", for: opener.id }, "Open a receipt")),
-    h("p", { class: "hint" }, "The link restores everything but the photo. A receipt has what is needed to compute a map again and to compare it."),
+    h("h3", "Link and receipt"),
+    h("div.row", linked, opener, h("label.button", { for: opener.id }, "Open a receipt")),
+    h("p.hint", "The link restores everything but the photo. A receipt has what is needed to compute a map again and to compare it."),
     receiptReport(),
     code,
   ];
@@ -37,7 +37,7 @@ function current() {
 
 function show() {
   const cell = current();
-  fill(saving, cell ? savingOf(cell) : h("p", { class: "hint" }, "There is no map to save yet."));
+  fill(saving, cell ? savingOf(cell) : h("p.hint", "There is no map to save yet."));
   showCode();
 }
 
@@ -55,7 +55,7 @@ function savingOf(cell) {
     ["Numbers (CSV)", () => download(`${name}.csv`, csvOf(cell.map), "text/csv")],
     ["Receipt (JSON)", receipt],
   ];
-  return [labelled("Map", choice(options, cell.id, pick)), h("div", { class: "row" }, buttons.map(([text, onclick]) => h("button", { type: "button", onclick }, text)))];
+  return [labelled("Map", choice(options, cell.id, pick)), h("div.row", buttons.map(([text, onclick]) => h("button", { onclick }, text)))];
 }
 
 function fileName({ source, explanation }) {
@@ -66,7 +66,9 @@ function fileName({ source, explanation }) {
 function showCode() {
   const [model] = state.ask.models;
   if (!model) return;
-  const { image, ...request } = { ...requestFor(model), maxPredictions: undefined };
+  const cell = current();
+  const rendering = renderingOf(cell ? styleOf(cell) : state.style, state.view);
+  const request = { ...requestFor(model), maxPredictions: undefined, rendering };
   const options = { photo: state.photo?.name || "photo.jpg", token: api.token !== "" };
   const base = location.href.split("#")[0].replace(/\/[^/]*$/, "");
   const python = asPython(request, { ...options, address: `${location.hostname}:50051` });
@@ -74,8 +76,8 @@ function showCode() {
 }
 
 function snippet(title, text, hint = "") {
-  const copy = h("button", { type: "button", "aria-label": `Copy ${title}`, onclick: () => put(text, copy) }, "Copy");
-  return h("section", {}, h("div", { class: "line" }, h("h3", {}, title), copy), h("pre", { tabindex: "0", "aria-label": title }, h("code", {}, text)), hint ? h("p", { class: "hint" }, hint) : null);
+  const copy = h("button", { "aria-label": `Copy ${title}`, onclick: () => put(text, copy) }, "Copy");
+  return h("section", h("div.line", h("h3", title), copy), h("pre", { tabindex: "0", "aria-label": title }, h("code", text)), hint ? h("p.hint", hint) : null);
 }
 
 function copyLink() {
@@ -96,3 +98,4 @@ async function put(text, button) {
 
 on(["results", "picks"], show);
 on(["ask", "photo"], showCode);
+on("style", debounced(showCode, 300));

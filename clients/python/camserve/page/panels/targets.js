@@ -8,25 +8,24 @@ import { classOf, isSame, nameOf, targetOf } from "../targets.js";
 const MOST_FOUND = 12;
 const MOST_TARGETS = 16;
 
-const chips = h("ul", { class: "chips", "aria-label": "Chosen targets" });
+const chips = h("ul.chips", { "aria-label": "Chosen targets" });
 const count = h("input", { type: "number", min: 1, max: 16, step: 1, value: 1, oninput: countChanged });
 const countField = labelled("Number of first predictions", count);
-const kinds = h("div", { class: "switches" });
+const kinds = h("div.switches");
 const listId = newId("labels");
-const list = h("ul", { id: listId, class: "found", role: "listbox", "aria-label": "Classes", hidden: true });
+const list = h("ul.found", { id: listId, role: "listbox", "aria-label": "Classes", hidden: true });
 const search = h("input", { type: "search", placeholder: "Find a class", "aria-label": "Find a class", role: "combobox", "aria-expanded": "false", "aria-controls": listId, "aria-autocomplete": "list", autocomplete: "off", oninput: debounced(find, 100), onkeydown: key });
-const finder = h("div", { class: "finder" }, search, list);
-const other = h("input", { type: "file", class: "unseen", id: newId("other"), accept: "image/jpeg,image/png,image/webp,image/bmp", onchange: otherChosen });
-const similarity = h("div", { class: "row" }, other, h("label", { class: "button", for: other.id }, "Similarity to another photo"));
+const finder = h("div.finder", search, list);
+const other = h("input.unseen", { type: "file", id: newId("other"), accept: "image/jpeg,image/png,image/webp,image/bmp", onchange: otherChosen });
+const similarity = h("div.row", other, h("label.button", { for: other.id }, "Similarity to another photo"));
 
 let labels = [];
 let found = [];
 let active = -1;
 
-/** Return the control. */
 export function targetsControl() {
   countField.dataset.field = "top_k";
-  return h("fieldset", { "data-field": "targets" }, h("legend", {}, "Targets"), chips, countField, finder, kinds, similarity);
+  return h("fieldset", { "data-field": "targets" }, h("legend", "Targets"), chips, countField, finder, kinds, similarity);
 }
 
 function countChanged() {
@@ -59,7 +58,7 @@ async function show() {
 function chip(target, index) {
   const remove = () => ask({ targets: state.ask.targets.filter((_, at) => at !== index) });
   const name = nameOf(target, labels);
-  return h("li", { class: "chip", "data-field": `targets[${index}]` }, h("span", {}, name), h("button", { type: "button", class: "remove", "aria-label": `Remove ${name}`, onclick: remove }, "×"));
+  return h("li.chip", { "data-field": `targets[${index}]` }, h("span", name), h("button.remove", { "aria-label": `Remove ${name}`, onclick: remove }, "×"));
 }
 
 /** Offer other questions about the chosen classes: their probability, or what sets them apart from similar ones. */
@@ -92,7 +91,7 @@ function showFound() {
   const isOpen = search.value.trim() !== "";
   list.hidden = !isOpen;
   search.setAttribute("aria-expanded", String(isOpen));
-  const items = found.map(({ label, classIndex }, index) => h("li", { role: "option", id: `${listId}-${index}`, "aria-selected": String(index === active), onmousedown: (event) => event.preventDefault(), onclick: () => add(found[index]) }, label, h("small", {}, ` ${classIndex}`)));
+  const items = found.map(({ label, classIndex }, index) => h("li", { role: "option", id: `${listId}-${index}`, "aria-selected": String(index === active), onmousedown: (event) => event.preventDefault(), onclick: () => add(found[index]) }, label, h("small", ` ${classIndex}`)));
   fill(list, items.length ? items : h("li", { role: "option", "aria-disabled": "true", "aria-selected": "false" }, "No class has such a label."));
   if (active >= 0) search.setAttribute("aria-activedescendant", `${listId}-${active}`);
   else search.removeAttribute("aria-activedescendant");
