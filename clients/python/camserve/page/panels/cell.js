@@ -135,10 +135,12 @@ export class Cell {
     this.regions.textContent = found.length ? `Regions with ${found.map(({ share }) => probability(share)).join(", ")} of the evidence` : "No region";
   }
 
-  /** Forget what the browser keeps for the map. */
+  /**
+   * Free the memory of the map. Removing the image's address as well would keep the cell: Chromium then watches the image
+   * for changes of the window for ever.
+   */
   release() {
     this.observer.disconnect();
-    this.image.removeAttribute("src");
     this.canvas.width = this.canvas.height = 0;
   }
 }
