@@ -4,15 +4,22 @@ import base64
 import contextlib
 import io
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from playwright.sync_api import sync_playwright
 
 import camserve
 import needs
 from camserve_server.api import auth, tokens
+from coloured import painted
+from robustness import nets
 from support import PHOTOS, rows_waiting, serving, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -369,3 +376,272 @@ def test_narrow_page_never_scrolls_sideways(opened):
     for tab in ("Compare maps", "Layers", "Which to believe", "Save and share"):
         page.get_by_role("tab", name=tab).click()
         assert page.evaluate("document.documentElement.scrollWidth") == NARROW["width"], tab
+
+
+LINKED = "atob(location.hash.slice(3).replaceAll('-', '+').replaceAll('_', '/'))"
+
+
+def test_permalink_restores_everything_but_the_photo(page):
+    choose_photo(page)
+    add_method(page, "layercam", maps=2)
+    page.get_by_role("combobox", name="Find a class").fill("siamese")
+    page.get_by_role("option", name="Siamese cat").click()
+    page.get_by_text("Choose layers").click()
+    page.get_by_role("searchbox", name="Find a layer").fill("conv_head")
+    page.get_by_role("checkbox", name="conv_head").check()
+    page.get_by_label("Show", exact=True).select_option("both")
+    set_slider(page, "Hide weakest", 60)
+    page.get_by_label("Regions", exact=True).check()
+    explained(page, maps=2)
+    shown = looks_of(page)
+    wait_until(lambda: '"regions":true' in page.evaluate(LINKED))  # the last change
+    page.reload()
+    page.wait_for_selector("[data-status=ready]")
+    assert page.locator(".cell").count() == 0
+    choose_photo(page, maps=2)
+    assert looks_of(page) == shown
+
+
+def looks_of(page):
+    return {
+        "maps": page.locator(".cell figcaption").all_text_contents(),
+        "titles": page.get_by_role("heading", level=2).all_text_contents(),
+        "chips": page.locator("#controls .chip span").all_text_contents(),
+        "sign": page.get_by_label("Show", exact=True).input_value(),
+        "hidden": page.get_by_role("slider", name="Hide weakest").input_value(),
+        "regions": page.get_by_label("Regions", exact=True).is_checked(),
+        "pixels": page.evaluate(PIXELS),
+    }
+
+
+def test_receipt_is_saved_and_opened_again(opened, page, tmp_path):
+    choose_photo(page)
+    add_method(page, "layercam", maps=2)
+    page.get_by_role("tab", name="Save and share").click()
+    page.get_by_label("Map", exact=True).select_option(index=1)
+    path = tmp_path / "chelsea.receipt.json"
+    path.write_bytes(saved(page, "Receipt (JSON)"))
+    assert camserve.Receipt.from_json(path.read_text()).method == "layercam"
+
+    other = opened()
+    other.wait_for_selector("[data-status=ready]")
+    other.set_input_files("#files", path)
+    other.get_by_role("heading", name=f"Receipt {path.name}").wait_for()
+    choose_photo(other)
+    assert other.locator(".cell .name").all_text_contents() == ["layercam"]
+    other.locator(".checks .good").nth(3).wait_for()
+    assert other.locator(".checks .bad").count() == 0
+
+
+@contextlib.contextmanager
+def server_process(http_port, *models):
+    """Run a server on an HTTP port in a process of its own."""
+    command = [sys.executable, "-m", "camserve_server", "serve", "--address", "127.0.0.1:0"]
+    command += ["--http-address", f"127.0.0.1:{http_port}", *(part for model in models for part in ("--model", model))]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: process.poll() is not None or accepts(http_port))
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def accepts(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_killed_server_is_found_again(opened):
+    port = free_port()
+    with server_process(port, "efficientnet_lite0") as server:
+        page = opened(port=port, expected=["ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE", "ERR_EMPTY", "status of 503"])
+        page.wait_for_selector("[data-status=ready]")
+        choose_photo(page)
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+        page.locator(".prediction", has_text="tiger cat").click()
+        page.wait_for_selector("#connection[data-status=waiting]")
+        assert page.locator("#notice").text_content().startswith("The server cannot be reached")
+    with server_process(port, "efficientnet_lite0"):
+        page.wait_for_selector("#connection[data-status=ready]")
+        page.get_by_role("heading", name="tiger cat").wait_for()
+        explained(page)
+        assert page.locator("#notice").text_content() == ""
+
+
+def test_page_is_used_with_the_keyboard_alone(opened):
+    page = opened()
+    page.wait_for_selector("[data-status=ready]")
+    press_until(page, "#files")
+    with page.expect_file_chooser() as chooser:
+        page.keyboard.press("Enter")
+    chooser.value.set_files(PHOTOS["chelsea"])
+    explained(page)
+    press_until(page, ".prediction:nth-child(1)", where="li:nth-child(2) > .prediction")
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="tiger cat", exact=True).wait_for()
+    explained(page)
+
+    press_until(page, "[type=range]")
+    before = page.locator(".cell .stage").screenshot()
+    page.keyboard.press("Home")
+    wait_until(lambda: page.locator(".cell .stage").screenshot() != before)
+    press_until(page, ".stage")
+    page.keyboard.press("ArrowRight")
+    wait_until(lambda: page.locator("#spoken").text_content())
+    assert page.locator("#spoken").text_content().endswith(page.locator(".cell .value").text_content())
+    page.keyboard.press("Enter")
+    assert page.locator(".stage").get_attribute("aria-pressed") == "true"
+
+    press_until(page, "summary", text="Add methods")
+    page.keyboard.press("Enter")
+    press_until(page, "[placeholder='Find a method']")
+    page.keyboard.type("layercam")
+    press_until(page, ".groups [type=checkbox]")
+    page.keyboard.press("Space")
+    explained(page, maps=2)
+    press_until(page, "[role=tab]")
+    page.keyboard.press("ArrowRight")
+    assert page.get_by_role("tab", name="Layers").get_attribute("aria-selected") == "true"
+
+
+def press_until(page, selector, *, where="", text="", most=150):
+    """Press Tab until an element has the focus."""
+    fits = "([selector, text]) => document.activeElement.matches(selector) && document.activeElement.textContent.includes(text)"
+    for _ in range(most):
+        page.keyboard.press("Tab")
+        if page.evaluate(fits, [where or selector, text]):
+            return
+    pytest.fail(f"Tab does not reach {where or selector}")
+
+
+OUTLINE = """() => {
+  const node = document.activeElement;
+  if (node === document.body) return "";
+  const shown = node.matches("input.unseen") ? node.nextElementSibling : node;
+  const { outlineStyle, outlineWidth } = getComputedStyle(shown);
+  const { width, height } = shown.getBoundingClientRect();
+  const isVisible = outlineStyle !== "none" && parseFloat(outlineWidth) >= 2 && width > 1 && height > 1;
+  return isVisible ? "visible" : node.outerHTML.slice(0, 200);
+}"""
+
+
+def test_focus_is_visible_wherever_it_goes(page):
+    choose_photo(page)
+    add_method(page, "layercam", maps=2)
+    page.mouse.click(1, 1)
+    found = []
+    for _ in range(200):
+        page.keyboard.press("Tab")
+        found.append(page.evaluate(OUTLINE))
+        if not found[-1]:
+            break
+    assert len(found) > 40
+    assert set(filter(None, found)) == {"visible"}
+
+
+HOSTILE = (
+    "<img src=x onerror=window.hacked=1>",
+    "<script>window.hacked=1</script>",
+    '"><svg onload=window.hacked=1>',
+    "</title><b>bold</b>",
+    "&lt;i&gt; ${window.hacked=1} {{hacked}}",
+)
+
+
+def test_labels_are_never_html(opened, tmp_path):
+    labels = tmp_path / "labels.txt"
+    labels.write_text("\n".join(HOSTILE))
+    with serving(models=(f"{nets.TINY}&labels={labels}",), http_address="0") as served:
+        page = opened(port=served.http_port)
+        page.wait_for_selector("[data-status=ready]")
+        choose_photo(page)
+        assert sorted(labels_shown(page)) == sorted(HOSTILE)
+        finder = page.get_by_role("combobox", name="Find a class")
+        finder.press_sequentially("hacked")
+        page.locator(".found li").nth(3).wait_for()
+        finder.press("Enter")
+        explained(page)
+        page.get_by_role("tab", name="Layers").click()
+        page.get_by_role("button", name="Measure all layers").click()
+        page.locator(".chart-point").first.wait_for()
+        for tab in ("Which to believe", "Save and share", "Compare maps"):
+            page.get_by_role("tab", name=tab).click()
+        assert page.evaluate("[window.hacked ?? null, document.querySelectorAll('img[src=x], b, main script').length]") == [
+            None,
+            0,
+        ]
+
+
+def test_boxes_and_masks_are_explained_by_a_click(opened, tmp_path):
+    photo = tmp_path / "squares.png"
+    Image.fromarray(painted(64, red=(8, 8, 16), green=(36, 36, 20))).save(photo)
+    names = tmp_path / "names.txt"
+    names.write_text("black\nred\ngreen")
+    models = (f"finder=coloured:Finder?size=64&labels={names}", f"parts=coloured:Colours?size=64&labels={names}")
+    with serving(models=models, http_address="0") as served:
+        page = opened(port=served.http_port)
+        page.wait_for_selector("[data-status=ready]")
+        page.set_input_files("#files", photo)
+        explained(page)
+        page.get_by_role("button", name="Explain green").click()
+        page.get_by_role("heading", name="green").wait_for()
+        explained(page)
+        assert page.locator(".marks .box").count() == 2
+
+        page.get_by_role("checkbox", name="parts", exact=True).check()
+        page.get_by_role("checkbox", name="finder", exact=True).uncheck()
+        page.locator(".marks .mask").wait_for()
+        box = page.locator(".marks .mask").bounding_box()
+        page.mouse.click(box["x"] + box["width"] / 4, box["y"] + box["height"] / 4)  # the middle of the red square
+        page.get_by_role("heading", name="red").wait_for()
+
+
+COUNT_URLS = """
+window.urls = 0;
+const [create, revoke] = [URL.createObjectURL.bind(URL), URL.revokeObjectURL.bind(URL)];
+URL.createObjectURL = (file) => (window.urls++, create(file));
+URL.revokeObjectURL = (url) => (window.urls--, revoke(url));
+"""
+
+
+def test_fifty_photos_leave_nothing(opened):
+    port = free_port()
+    with server_process(port, "efficientnet_lite0") as server:
+        page = opened(port=port, script=COUNT_URLS)
+        page.wait_for_selector("[data-status=ready]")
+        counts = {}
+        for count in range(1, 51):
+            choose_photo(page, ("chelsea", "coffee")[count % 2])
+            if count in {20, 50}:
+                page.wait_for_load_state("networkidle")
+                counts[count] = kept(page, server.pid)
+    growth = {name: counts[50][name] - counts[20][name] for name in counts[50]}
+    assert growth["nodes"] <= 20, counts  # the tray keeps twelve photos, so both counts have the same
+    assert growth["listeners"] <= 5, counts
+    assert growth["heap"] < 1e6, counts
+    assert growth["server"] < 40e6, counts
+    assert counts[50]["urls"] == 1, counts
+
+
+def kept(page, process_id):
+    """Return what the page and its server still hold, in objects and bytes."""
+    session = page.context.new_cdp_session(page)
+    for _ in range(3):
+        session.send("HeapProfiler.collectGarbage")
+    counters = session.send("Memory.getDOMCounters")
+    status = Path(f"/proc/{process_id}/status").read_text()
+    resident = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
+    return {
+        "nodes": counters["nodes"],
+        "listeners": counters["jsEventListeners"],
+        "heap": session.send("Runtime.getHeapUsage")["usedSize"],
+        "urls": page.evaluate("window.urls"),
+        "server": 1024 * int(resident.split()[1]),
+    }

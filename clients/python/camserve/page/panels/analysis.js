@@ -47,3 +47,4 @@ function showPresence() {
 }
 
 on(["photo", "receipt"], showPresence);
+on("receipt", () => state.receipt && select("share"));
