@@ -32,3 +32,9 @@ def test_modules_need_no_inline_script_and_no_other_origin():
     for file in LIBRARY.glob("*.js"):
         source = file.read_text()
         assert not any(word in source for word in ("eval(", "new Function", "innerHTML", "https://", ".style."))
+
+
+def test_whole_page_has_at_most_200_kilobytes():
+    files = [file for file in LIBRARY.parent.rglob("*") if file.is_file()]
+
+    assert sum(file.stat().st_size for file in files) <= 200_000

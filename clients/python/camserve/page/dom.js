@@ -18,9 +18,13 @@ export function h(selector, ...children) {
   return fill(node, children);
 }
 
-/** Replace the children of an element. */
+const FOCUSABLE = "button, input, select, summary, [tabindex]";
+
+/** Replace the children of an element. The focus stays at the same control: the one with the same number. */
 export function fill(node, ...children) {
+  const focused = node.contains(document.activeElement) ? [...node.querySelectorAll(FOCUSABLE)].indexOf(document.activeElement) : -1;
   node.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  if (focused >= 0) node.querySelectorAll(FOCUSABLE)[focused]?.focus({ preventScroll: true });
   return node;
 }
 
@@ -79,7 +83,7 @@ export function debounced(call, milliseconds) {
   };
 }
 
-/** Return a function that calls another one once before the next frame, however often it is called. */
+/** Return a function that calls another one at most once before the next frame. */
 export function framed(call) {
   let waits = false;
   return () => {

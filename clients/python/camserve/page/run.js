@@ -99,8 +99,8 @@ export function cancel() {
   running?.abort();
 }
 
-/** Ask for the cost of what the controls ask; return {rows, explanations, maxRows}, or the server's refusal as {error}. */
-export async function estimate() {
+/** Return the cost of what the controls ask, {rows, explanations, maxRows}, or the server's refusal as {error}. */
+async function estimate() {
   const costs = await Promise.all(state.ask.models.map(costOf));
   const refused = costs.find(({ error }) => error);
   if (refused) return refused;

@@ -16,13 +16,13 @@ export const state = {
   results: [], // {model, request, response, error}
   cells: [], // the maps on the screen
   picks: [], // up to two cells to compare, by id; the last is exported
-  run: { status: "idle", progress: null, error: null },
+  run: { status: "idle", progress: null },
   receipt: null, // an opened receipt
 };
 
 const listeners = new Map();
 
-/** Call a function after each change of a topic: a property of the state, or "reconnected". */
+/** Call a function after each change of a topic: a part of the state, or "reconnected". */
 export function on(topics, listener) {
   for (const topic of [topics].flat()) listeners.set(topic, [...(listeners.get(topic) ?? []), listener]);
 }

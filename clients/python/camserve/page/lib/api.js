@@ -136,7 +136,7 @@ export async function retrying(call, { signal, onWait = () => {}, attempts = Inf
   }
 }
 
-/** Wait for some milliseconds; reject with an ApiError "canceled" if the signal is aborted first. */
+/** Wait for some milliseconds, or reject if the signal is aborted first. */
 export function sleep(milliseconds, signal) {
   return new Promise((resolve, reject) => {
     const cancel = () => {

@@ -16,7 +16,7 @@ export function ticks(low, high, most = 6) {
   return Array.from({ length: last - first + 1 }, (_, index) => Number(((first + index) * step).toFixed(Math.min(digits, 20))));
 }
 
-/** Return the powers of ten that cover a range of positive numbers, thinned to at most `most`. */
+/** Return at most `most` powers of ten that cover a range of positive numbers. */
 export function powers(low, high, most = 6) {
   const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
   const step = Math.max(1, Math.ceil((last - first) / Math.max(1, most - 1)));

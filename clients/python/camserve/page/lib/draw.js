@@ -59,9 +59,8 @@ const isPixelwise = (map, [height, width]) => map.height === height && map.width
 const strongest = (values) => values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
 
 /**
- * Return the raw value that gets the strongest colour if a map is drawn alone, or 0 if no value is shown.
- *
- * @param inputSize [height, width] of the model's input, if known.
+ * Return the raw value that gets the strongest colour if a map is drawn alone, or 0 if no value is shown. The input's size
+ * is [height, width], if it is known.
  */
 export function ownScale(map, style, inputSize = null) {
   const { sign } = complete(style);
@@ -212,7 +211,7 @@ function drawContours(pixels, stride, { left, top, width, height, data }, factor
   }
 }
 
-/** Draw the colours of a style from the weakest to the strongest, left to right, over a whole canvas. */
+/** Draw the colours of a style over a whole canvas, the strongest at the right. */
 export function drawColorBar(canvas, style) {
   const { colormap } = complete(style);
   const context = canvas.getContext("2d");

@@ -145,11 +145,7 @@ export function scalePhoto({ width, height, seen }, newWidth, newHeight) {
   };
 }
 
-/**
- * Interpolate a map on the pixels of a photo or of a display of it.
- *
- * @returns {left, top, height, width, data}: the pixels that the model saw, and the position of the first one.
- */
+/** Interpolate a map on the pixels of a photo that the model saw; also return the position of the first, {left, top}. */
 export function onPixels(map, { width, height, seen }, smooth = true) {
   const along = smooth ? (steps) => steps : nearest;
   const rows = along(axis(seen.top, seen.bottom, height, map.height));
@@ -179,7 +175,7 @@ export function peak(map, { seen }, sign = "positive") {
   };
 }
 
-/** Return the quantile of sorted values, interpolated linearly between them, as `numpy.quantile` does by default. */
+/** Return the quantile of sorted values, interpolated linearly, as `numpy.quantile` does. */
 export function quantileOfSorted(sorted, share) {
   const at = share * (sorted.length - 1);
   const low = Math.floor(at);

@@ -47,7 +47,7 @@ function plainParameter(parameter) {
   return "text" in parameter ? parameter.text : jsonNumber(parameter.number ?? 0);
 }
 
-/** Convert a number of protobuf's JSON, in which NaN and infinities are strings, as the Python client writes it. */
+/** Convert a number of protobuf's JSON, in which NaN and infinities are strings. */
 function jsonNumber(number, round = (value) => value) {
   const value = Number(number);
   if (Number.isFinite(value)) return round(value);

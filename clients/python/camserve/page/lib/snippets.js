@@ -75,7 +75,7 @@ export function renderingOf({ opacity, sign, colormap, threshold, scale, contour
   return { overlay: "IMAGE_FORMAT_JPEG", heatmap: true, ...Object.fromEntries(used) };
 }
 
-/** Return the keyword arguments of Client.explain for a request: [name, Python code]. Defaults are left out. */
+/** Return the keyword arguments of Client.explain, [name, Python code], without defaults. */
 function keywords(request, other) {
   const { model, methods = [], targets = [], layers = [], topK, maxPredictions, fusion } = request;
   const list = (items) => (items.length === 1 ? items[0] : `[${items.join(", ")}]`);

@@ -13,7 +13,7 @@ export function warning({ verdict, verdictMessage = "" }) {
   return [VERDICTS[verdict] ?? "Unknown verdict", verdictMessage].filter(Boolean).join(": ");
 }
 
-/** Format a probability, 0 to 1, as a percentage: "less than 0.1 %" and "more than 99.9 %" at the ends. */
+/** Format a probability, 0 to 1, as a percentage. */
 export function probability(value) {
   if (!Number.isFinite(value)) return "–";
   if (value > 0 && value < 0.001) return "<0.1 %";
@@ -31,7 +31,7 @@ export function number(value) {
   return text.replace("-", "−").replace("e+", "e");
 }
 
-/** Format a count with thousands separators and its noun: count(1, "row") is "1 row". */
+/** Format a count and its noun: count(1, "row") is "1 row". */
 export function count(value, noun) {
   return `${Number(value).toLocaleString("en")} ${noun}${Number(value) === 1 ? "" : "s"}`;
 }

@@ -22,23 +22,21 @@ function draw() {
   fill(layer, response.classMap ? maskOf(response, photo) : null, boxesOf(response, photo));
 }
 
-const percent = (part, whole) => `${(100 * part) / whole}%`;
+/** Lay a mark over a box of the photo. */
+function place(node, { left = 0, top = 0, right = 0, bottom = 0 }, { width, height }) {
+  const share = (part, whole) => `${(100 * part) / whole}%`;
+  Object.assign(node.style, { left: share(left, width), top: share(top, height), width: share(right - left, width), height: share(bottom - top, height) });
+  return node;
+}
 
 function boxesOf({ predictions = [] }, photo) {
   const objects = predictions.filter(({ box }) => box);
   return objects.map((prediction) => {
-    const { left = 0, top = 0, right = 0, bottom = 0 } = prediction.box;
     const name = prediction.label || `class ${prediction.classIndex ?? 0}`;
     const text = `${name}, ${probability(prediction.probability ?? 0)}`;
     const pick = () => choose(prediction, clickMode());
     const box = h("button.box", { "aria-pressed": String(isAsked(prediction)), "aria-label": `Explain ${text}`, onclick: pick }, h("span", name));
-    Object.assign(box.style, {
-      left: percent(left, photo.width),
-      top: percent(top, photo.height),
-      width: percent(right - left, photo.width),
-      height: percent(bottom - top, photo.height),
-    });
-    return box;
+    return place(box, prediction.box, photo);
   });
 }
 
@@ -50,20 +48,13 @@ function maskOf({ classMap, predictions = [] }, photo) {
   const classes = new Uint16Array(bytesOf(data).buffer);
   const canvas = h("canvas.mask", { width, height, "aria-hidden": "true" });
   paintClasses(canvas, classes);
-  const { left, top, right, bottom } = photo.seen;
-  Object.assign(canvas.style, {
-    left: percent(left, photo.width),
-    top: percent(top, photo.height),
-    width: percent(right - left, photo.width),
-    height: percent(bottom - top, photo.height),
-  });
   canvas.addEventListener("click", ({ offsetX, offsetY }) => {
     const column = Math.min(width - 1, Math.floor((offsetX / canvas.clientWidth) * width));
     const row = Math.min(height - 1, Math.floor((offsetY / canvas.clientHeight) * height));
     const classIndex = classes[row * width + column];
     choose(predictions.find((prediction) => (prediction.classIndex ?? 0) === classIndex) ?? { classIndex }, clickMode());
   });
-  return canvas;
+  return place(canvas, photo.seen, photo);
 }
 
 function paintClasses(canvas, classes) {

@@ -71,8 +71,7 @@ async function take(files) {
   const photos = files.filter((file) => !receipts.includes(file));
   const read = (await Promise.all(photos.map(readFile))).filter(Boolean);
   if (!read.length) return;
-  state.photos = [...read, ...state.photos];
-  for (const old of state.photos.splice(MOST_PHOTOS)) URL.revokeObjectURL(old.url);
+  state.photos = [...read, ...state.photos].slice(0, MOST_PHOTOS);
   show(read[0]);
 }
 
