@@ -3,13 +3,16 @@
 import contextlib
 import functools
 import json
+import shutil
 import sys
 
 import pytest
 import torch
 from benchmarks import __main__ as program
-from benchmarks import engine, memory, neighbours, results, served, serving, stage_server, stages
+from benchmarks import engine, memory, neighbours, page, results, served, serving, stage_server, stages
 from benchmarks.scale import TINY
+
+import needs
 
 pytestmark = pytest.mark.timeout(300)  # a server is started, which on a busy machine takes its time
 
@@ -125,3 +128,16 @@ def test_bar_reports_if_it_is_met():
 
     assert [bar.met for bar in part.bars] == [False, True]
     assert "| **no**" in results.as_text(part)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, page.CHROMIUM)), reason=needs.CHROMIUM)
+def test_page_is_timed_in_a_browser(monkeypatch):
+    monkeypatch.setattr(page, "SECONDS", 0.1)
+    monkeypatch.setattr(page, "ROUNDS", 1)
+    part = page.measure(TINY, say=lambda _text: None)
+
+    (table,) = part.tables
+    assert len(table.rows) == 9
+    assert all(float(cell) > 0 for row in table.rows for cell in row[2:])
+    assert [bar.found.endswith(" s") for bar in part.bars] == [True, False]

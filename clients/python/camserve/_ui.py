@@ -105,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             asset = self.server.assets[path]
             unchanged = self.headers.get("If-None-Match") == asset.etag
-            headers = {"Content-Type": asset.content_type, "ETag": asset.etag, "Cache-Control": "no-cache"}
+            headers = {"content-type": asset.content_type, **asset.headers}
             self._send(304 if unchanged else 200, headers, b"" if unchanged else asset.body)
 
     def do_POST(self) -> None:

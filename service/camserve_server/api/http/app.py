@@ -19,8 +19,6 @@ from camserve_server.api.http import endpoints
 from camserve_server.api.http.origins import OriginCheck
 from camserve_server.api.inprocess import services_with
 
-REVALIDATE = "no-cache"  # a browser asks whether a file has changed, by its entity tag
-
 
 def build(border: Border, health: Health) -> Starlette:
     """Return the application.
@@ -50,10 +48,9 @@ def _pages() -> Iterator[Route]:
 
 
 async def _asset(asset: Asset, request: Request) -> Response:
-    headers = {"etag": asset.etag, "cache-control": REVALIDATE}
     if asset.etag in request.headers.get("if-none-match", ""):
-        return Response(status_code=304, headers=headers)
-    return Response(asset.body, headers={**headers, "content-type": asset.content_type})
+        return Response(status_code=304, headers=asset.headers)
+    return Response(asset.body, headers={**asset.headers, "content-type": asset.content_type})
 
 
 async def _health(health: Health, _request: Request) -> Response:

@@ -66,15 +66,15 @@ export function ownScale(map, style, inputSize = null) {
   const { sign } = complete(style);
   const size = inputSize ?? USUAL_SIZE;
   return keep(map, "scale", `${sign} ${size}`, () => {
-    const { data } = shown(map, sign);
-    return (isPixelwise(map, size) && ranked(data.map(Math.abs), PIXELWISE_TOP)) || strongest(data);
+    const top = isPixelwise(map, size) ? ranked(sortedMagnitudes(map, sign, size), PIXELWISE_TOP) : 0;
+    return top || strongest(shown(map, sign).data);
   });
 }
 
 /** Return the value of rank `share` × (n − 1), rounded half to even. */
-function ranked(values, share) {
-  const at = share * (values.length - 1);
-  return values.sort()[at % 1 === 0.5 ? 2 * Math.round(at / 2) : Math.round(at)];
+function ranked(sorted, share) {
+  const at = share * (sorted.length - 1);
+  return sorted[at % 1 === 0.5 ? 2 * Math.round(at / 2) : Math.round(at)];
 }
 
 /** Return the largest of the maps' own scales. */
@@ -181,8 +181,7 @@ function colour(pixels, stride, { left, top, width, height, data }, factor, { co
         const strength = Math.abs(strengths[source]);
         if (strength < least || strength === 0) continue;
       }
-      const raw = data[source] * factor;
-      const value = raw > 1 ? 1 : raw < lowest ? lowest : raw;
+      const value = Math.min(Math.max(data[source] * factor, lowest), 1);
       const pixel = colours[(value * gain + offset) | 0];
       pixels[target] = fade ? (pixel & 0xffffff) | (((Math.abs(value) * 255 + 0.5) | 0) << 24) : pixel;
     }
@@ -203,10 +202,11 @@ function drawContours(pixels, stride, { left, top, width, height, data }, factor
     const target = (top + y) * stride + left;
     for (let x = 0, index = y * width; x < width - 1; x++, index++) {
       const here = bands[index];
-      const [across, down] = [here !== bands[index + 1], here !== bands[index + width]];
+      const across = here !== bands[index + 1];
+      const down = here !== bands[index + width];
       if (across || down) pixels[target + x] = DARK;
       if (across) pixels[target + x + 1] = LIGHT;
-      if (down) pixels[target + stride + x] = LIGHT;
+      if (down) pixels[target + x + stride] = LIGHT;
     }
   }
 }
