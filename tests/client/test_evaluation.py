@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import math
+import re
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +164,22 @@ async def test_plot_is_saved_and_shown(client: Any, tmp_path: pathlib.Path) -> N
         assert {(0, 114, 178), (213, 94, 0), (0, 158, 115)} <= set(saved.convert("RGB").get_flattened_data())
     with pytest.raises(camserve.InvalidArgument, match=r"cannot save as '\.gif'"):
         result.save(tmp_path / "plot.gif")
+
+
+def test_notebook_shows_the_table_with_the_best_and_the_plot() -> None:
+    label = "<b>cat"
+    target = explain_pb2.Prediction(label=label)
+    result = evaluated(
+        explain_pb2.Explanation(method="a", layer="1", target=target),
+        explain_pb2.Explanation(method="a", layer="2", target=target),
+    )
+    html = result._repr_html_()
+
+    assert [f"{cell} *" in html for cell in ("0.000", "1.000")] == [False, True]
+    assert label not in html
+    (picture,) = re.findall(r'src="data:image/png;base64,([^"]+)"', html)
+    with Image.open(io.BytesIO(base64.b64decode(picture))) as shown:
+        assert shown.size == result.plot().size
 
 
 def drawn(*lines: comparison.Line, bars: int = 1, names: tuple[str, ...] = ("p",)) -> np.ndarray:

@@ -110,6 +110,23 @@ def test_pointer_shows_the_values_of_all_maps_at_its_place(show, html):
     assert all(text.startswith("peak ") for text in values.all_text_contents())
 
 
+def test_arrow_keys_show_the_values_of_all_maps(show, html):
+    page = show(html)
+    values = page.locator("figcaption output")
+    peak = values.first.text_content()
+
+    page.locator(".camserve-picture").first.focus()
+    seen = []
+    for key in ("ArrowRight", "ArrowDown", "ArrowLeft"):
+        page.keyboard.press(key)
+        seen.append(values.all_text_contents())
+        assert all(re.fullmatch(r"here −?[\d.]+", text) for text in seen[-1])
+    assert len({tuple(texts) for texts in seen}) == 3
+
+    page.keyboard.press("Tab")
+    assert values.first.text_content() == peak
+
+
 def test_overlays_are_shown_without_javascript(show, html):
     page = show(html, java_script_enabled=False)
 

@@ -8,6 +8,7 @@ import { barValues, complete, drawColorBar, drawMap, ownScale } from "../page/li
 import { decodeMap, peak, readPhoto, valueAt } from "../page/lib/maps.js";
 import { number } from "../page/lib/words.js";
 
+const STEPS = 40; // arrow keys move by this part of the picture
 const DISPLAY = 320; // pixels of a picture's longer side
 const SIGNS = [["", "as suits each map"], ["positive", "for the target"], ["negative", "against it"], ["both", "for and against"], ["absolute", "magnitudes"]];
 
@@ -32,29 +33,49 @@ export function show(root, { photo, image, maps }) {
   const inputSize = pixelwise ? [pixelwise.heatmap.height, pixelwise.heatmap.width] : null;
   const controls = controlsOf(() => draw(cells, controls, geometry, inputSize));
   root.replaceChildren(controls.node, make("div", { className: "camserve-cells" }, ...cells.map(({ node }) => node)));
-  for (const { picture } of cells) {
-    picture.addEventListener("pointermove", (event) => hover(cells, geometry, event, controls.style(false).smooth));
-    picture.addEventListener("pointerleave", () => leave(cells));
-  }
+  const point = (x, y) => hover(cells, geometry, [x, y], controls.style(false).smooth);
+  for (const cell of cells) readable(cell, point, () => leave(cells));
   draw(cells, controls, geometry, inputSize);
 }
 
+/** Let the pointer and the arrow keys read the values at a place of a picture: x and y are shares of its sides. */
+function readable({ picture, peak: { x, y } }, point, leave) {
+  let place = [x, y];
+  picture.addEventListener("pointermove", ({ clientX, clientY }) => {
+    const { left, top, width, height } = picture.getBoundingClientRect();
+    point((clientX - left) / width, (clientY - top) / height);
+  });
+  picture.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    event.stopPropagation(); // a notebook moves between its cells with these keys
+    place = place.map((at, index) => Math.min(Math.max(at + step[index] / STEPS, 0), 1));
+    point(...place);
+  });
+  for (const end of ["pointerleave", "blur"]) picture.addEventListener(end, leave);
+}
+
 /** Build the figure of one map. */
-function cellOf({ title, layer, warning, signed, heatmap }, { width, height }, image) {
+function cellOf({ title, layer, warning, signed, heatmap }, geometry, image) {
+  const { width, height } = geometry;
   const map = decodeMap(heatmap);
   const scale = Math.min(1, DISPLAY / Math.max(width, height));
   const size = { width: Math.max(1, Math.round(width * scale)), height: Math.max(1, Math.round(height * scale)) };
   const canvas = make("canvas", size);
   const mark = make("span", { className: "camserve-mark", hidden: true });
   const picture = make("div", { className: "camserve-picture" }, make("img", { src: image, alt: "", ...size }), canvas, mark);
+  picture.tabIndex = 0;
   picture.setAttribute("role", "img");
-  picture.setAttribute("aria-label", `${title} ${layer}`);
+  picture.setAttribute("aria-label", `${title} ${layer}. Arrow keys read its values.`);
   const bar = make("canvas", { width: 128, height: 1, className: "camserve-bar" });
   const [low, high, value] = [make("span"), make("span"), make("output")];
   const caption = make("figcaption", {}, make("strong", { textContent: title }), make("span", { textContent: layer }));
   if (warning) caption.append(make("em", { textContent: warning }));
   caption.append(make("div", { className: "camserve-scale" }, low, bar, high), value);
-  return { map, signed, canvas, mark, picture, bar, low, high, value, node: make("figure", {}, picture, caption) };
+  const { x, y } = peak(map, geometry);
+  const start = { x: x / width, y: y / height };
+  return { map, signed, canvas, mark, picture, peak: start, bar, low, high, value, node: make("figure", {}, picture, caption) };
 }
 
 /** Build the controls; `style(signed)` returns the drawing style that they select. */
@@ -105,10 +126,8 @@ function peakText(map, style, photo) {
   return `peak ${number(value)} at ${Math.round(x)}, ${Math.round(y)}`;
 }
 
-/** Show the values of all maps, and a mark, at the pointer's place in the photo. */
-function hover(cells, photo, event, smooth) {
-  const box = event.currentTarget.getBoundingClientRect();
-  const [across, down] = [(event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height];
+/** Show the values of all maps, and a mark, at a place of the photo. */
+function hover(cells, photo, [across, down], smooth) {
   for (const { map, mark, value } of cells) {
     const here = valueAt(map, photo, across * photo.width, down * photo.height, smooth);
     mark.hidden = false;
