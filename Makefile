@@ -16,7 +16,7 @@ BASE ?= origin/main
 MINUTES ?= 10
 TIMES ?= 3
 
-.PHONY: setup node browser demo test test-slow .slow-robustness .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray soak check bench bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision
+.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray soak check bench bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## create the .venv with all dependencies
 
@@ -104,14 +104,16 @@ RUN = SKIPPED_FILE=.skipped$@ $(BIN)/python $(if $(COVERAGE),-m coverage run) -m
 .whole:
 	@OMP_WAIT_POLICY=passive $(RUN) $(WHOLE)
 
-# Two parts that -j2 runs at the same time: much of the first one is waiting.
-test-slow: .slow-robustness .slow-others  ## run the tests marked slow: long searches, training of toy models, memory cgroups
+# Two parts that -j2 runs at the same time, about as long: much of the first one is waiting.
+WAITING = tests/robustness tests/e2e/test_page.py
 
-.slow-robustness: setup
-	$(BIN)/python -m pytest -m slow --durations=10 tests/robustness
+test-slow: .slow-waiting .slow-others  ## run the tests marked slow: long searches, training of toy models, memory cgroups
+
+.slow-waiting: setup browser
+	$(BIN)/python -m pytest -m slow --durations=10 $(WAITING)
 
 .slow-others: setup browser
-	$(BIN)/python -m pytest -m slow --durations=10 --ignore tests/robustness
+	$(BIN)/python -m pytest -m slow --durations=10 $(WAITING:%=--ignore %)
 
 test-simulated: setup  ## run the tests on a simulated GPU
 	$(BIN)/python -m pytest $(SIMULATED)

@@ -290,9 +290,9 @@ async def test_wait_for_a_server_that_starts_ends_at_the_timeout(
 
 
 async def test_health_of_a_server_that_starts_is_not_retried(client: Any, server: Any, refuse: Any) -> None:
-    refuse("UNAVAILABLE", 2, **STARTING)
+    refuse("UNAVAILABLE", 2, **{**STARTING, "trailers": (("grpc-retry-pushback-ms", "100000"),)})
     with pytest.raises(camserve.Unavailable):
-        await client.explain(b"1", timeout=0.01)
+        await client.explain(b"1", timeout=50)  # less than the pause
 
     assert await client.health("asleep") is camserve.Health.NOT_SERVING
     assert len(server.calls) == 1
