@@ -67,7 +67,7 @@ function cellOf({ title, layer, warning, signed, heatmap }, geometry, image) {
   const picture = make("div", { className: "camserve-picture" }, make("img", { src: image, alt: "", ...size }), canvas, mark);
   picture.tabIndex = 0;
   picture.setAttribute("role", "img");
-  picture.setAttribute("aria-label", `${title} ${layer}. Arrow keys read its values.`);
+  picture.setAttribute("aria-label", `${title} ${layer}. Read it with the arrow keys.`);
   const bar = make("canvas", { width: 128, height: 1, className: "camserve-bar" });
   const [low, high, value] = [make("span"), make("span"), make("output")];
   const caption = make("figcaption", {}, make("strong", { textContent: title }), make("span", { textContent: layer }));
