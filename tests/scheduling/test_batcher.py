@@ -1043,6 +1043,23 @@ async def test_batch_that_its_worker_never_received_is_run_again():
     assert await run_on(worker, 2) == [[0.0], [1.0]]
 
 
+async def test_neighbour_of_a_lethal_request_is_answered_if_no_process_received_its_rerun():
+    """The process that the lethal request ended is not yet replaced when the neighbours are run again."""
+    worker = Deadly()
+
+    def run(*batch):
+        if worker.deaths and len(worker.batches) in (1, 2, 4):
+            worker.batches.append(None)
+            raise WorkerLost("lost before")
+        return worker(*batch)
+
+    answers = await run_on(run, poison={0})
+
+    assert worker.batches.count(None) == 3
+    assert isinstance(answers[0], Internal)
+    assert answers[1:] == [[float(value)] for value in range(1, 8)]
+
+
 async def test_request_that_may_have_killed_a_worker_runs_alone():
     worker = Deadly()
     answers = await run_on(worker, 16, poison={3, 12}, partitioned=True)

@@ -158,9 +158,10 @@ class Executor:
         alone = len(requests) == 1 and not error.others
         for request in requests:
             rows = [row for row in batch if row[0] is request]
-            if error.process_id:
+            ran = bool(error.process_id)  # if not, no process got the batch, and no request of it can be the cause
+            if ran:
                 request.lost_processes.add(error.process_id)
-            if len(request.lost_processes) > 1 or (request.lost_processes and alone):
+            if ran and (alone or len(request.lost_processes) > 1):
                 self._stats.failed += len(rows)
                 request.fail(Internal(f"{error.message}; the request is not run again", shed_reason=error.shed_reason))
             else:
