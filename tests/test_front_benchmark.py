@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,6 +151,13 @@ def test_flag_is_passed_for_several_processes_only(monkeypatch):
 
     assert measure.counts_of(replace(TINY, processes=(1, 2, 4)), print) == [2, 4]
     assert [measure.flags_of(count) for count in (1, 2)] == [(), ("--processes", "2")]
+
+
+def test_processor_time_of_a_process_is_exact():
+    before = time.process_time()
+    found = serving.cpu_of(os.getpid())
+
+    assert before < found < time.process_time()
 
 
 def test_only_listening_sockets_of_the_port_are_found():
