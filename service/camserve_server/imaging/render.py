@@ -93,10 +93,10 @@ def draw(
     threshold: float | None = None,
     outlines: Sequence[NDArray[np.int32]] = (),
 ) -> tuple[Picture | None, Picture | None]:
-    """Return an overlay of a map on its photo, and the map alone; each is None if it is not requested.
+    """Draw a map on its photo, and alone. A picture that is not requested is None.
 
-    The intensities are interpolated bilinearly between the centres of the map's cells; a pixel is coloured if its
-    centre lies in `seen`. Outside, the overlay is the photo, and the heatmap alone is black.
+    The intensities are interpolated bilinearly between the centres of the map's cells. Pixels with their centre outside
+    of `seen` are not coloured: the overlay shows the photo there, and the heatmap alone is black.
 
     Args:
         photo: uint8 [height, width, 3].
