@@ -30,9 +30,21 @@ def test_server_at_saturation_answers_or_refuses_and_leaks_nothing(server):
     ],
 )
 def test_soak_leaks_nothing_and_detects_a_planted_leak(model, detected, server):
-    """The leaking model shows that the checks can fail."""
-    report = soak.soak(server, model, SECONDS, every=0.2)
-    broken = {line.partition(":")[0] for line in report.broken}
+    """The leaking model shows that the checks can fail.
 
-    assert broken - {soak.MEMORY} == detected  # the process's memory says little after so short a time
-    assert {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"} <= report.figures["answers"].keys()
+    A leak grows in every round of load. A cache that the first round did not fill, such as oneDNN's of a batch size that
+    came late on a busy machine, does not grow in the second.
+    """
+    broken, answers = _broken(server, model)
+    if broken:
+        broken &= _broken(server, model)[0]
+
+    assert broken == detected
+    assert {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"} <= answers
+
+
+def _broken(server, model):
+    """Return the names of the figures beyond their limit, and the codes of all answers."""
+    report = soak.soak(server, model, SECONDS, every=0.2)
+    names = {line.partition(":")[0] for line in report.broken}
+    return names - {soak.MEMORY}, report.figures["answers"].keys()  # the memory says little after so short a time
