@@ -32,8 +32,8 @@ def test_server_at_saturation_answers_or_refuses_and_leaks_nothing(server):
 def test_soak_leaks_nothing_and_detects_a_planted_leak(model, detected, server):
     """The leaking model shows that the checks can fail.
 
-    A leak grows in every round of load. A cache that the first round did not fill, such as oneDNN's of a batch size that
-    came late on a busy machine, does not grow in the second.
+    A leak grows in every round of load. A cache that fills late, such as oneDNN's of a batch size that comes late on a
+    busy machine, does not grow in the second round.
     """
     broken, answers = _broken(server, model)
     if broken:
