@@ -64,6 +64,44 @@ async def test_results_are_in_the_order_of_the_images(client: Any, server: Any, 
     assert classes(outcomes) == list(range(16))
 
 
+async def test_image_may_have_options_of_its_own(client: Any, server: Any, replies: Any) -> None:
+    seen: list[Any] = []
+
+    def serve(requests: Any, _: Any) -> Any:
+        for item in requests:
+            seen.append(item.request)
+            yield replies.reply(item)
+
+    server.streams = [serve]
+    items = [b"\x01", {"image": b"\x02", "targets": ["cat"], "methods": "saliency"}, {"image": b"\x03"}]
+
+    assert classes(await collect(client.explain_many(items, model="large", methods=["layercam"]))) == [1, 2, 3]
+    assert [request.image for request in seen] == [b"\x01", b"\x02", b"\x03"]
+    assert {request.model for request in seen} == {"large"}
+    assert [request.methods[0].name for request in seen] == ["layercam", "saliency", "layercam"]
+    assert [[target.label for target in request.targets] for request in seen] == [[], ["cat"], []]
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"targets": ["cat"]}, 'a dict with "image"'),
+        ({"image": b"\x01", "alpha": "x"}, "wrong type"),
+        ({"image": 7}, "image"),
+    ],
+)
+async def test_item_with_wrong_options_is_its_own_error(client: Any, item: Any, message: str) -> None:
+    (error,) = await collect(client.explain_many([item], on_error="return"))
+
+    assert isinstance(error, camserve.InvalidArgument)
+    assert message in str(error)
+
+
+async def test_one_dict_is_not_an_iterable_of_images(client: Any) -> None:
+    with pytest.raises(camserve.InvalidArgument, match="takes several images"):
+        await collect(client.explain_many({"image": b"\x01"}))
+
+
 async def test_no_stream_is_opened_without_images(client: Any, server: Any) -> None:
     assert await collect(client.explain_many([])) == []
     assert server.calls == []

@@ -14,7 +14,8 @@
 
 from camserve._access import AccessOptions
 from camserve._async.client import AsyncClient
-from camserve._codec import ExplainOptions, ImageLike, MethodLike
+from camserve._codec import ExplainOptions, ImageItem, ImageLike, ImageWithOptions, MethodLike
+from camserve._comparison import Comparison, ResultComparison
 from camserve._errors import (
     CamserveError,
     Cancelled,
@@ -80,6 +81,7 @@ __all__ = [
     "Check",
     "ClassLike",
     "Client",
+    "Comparison",
     "Contrast",
     "Cost",
     "Curve",
@@ -93,7 +95,9 @@ __all__ = [
     "FeaturesOptions",
     "Finer",
     "Health",
+    "ImageItem",
     "ImageLike",
+    "ImageWithOptions",
     "InspectOptions",
     "Inspection",
     "Internal",
@@ -123,6 +127,7 @@ __all__ = [
     "Replay",
     "ResourceExhausted",
     "Result",
+    "ResultComparison",
     "Retry",
     "RunLengths",
     "Segment",

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Required, TypeAlias, TypedDict, TypeGuard, cast
 
 import numpy as np
 from PIL import Image
@@ -129,6 +129,20 @@ class ExplainOptions(TypedDict, total=False):
     fade: bool
     regions: RegionsLike
     class_map: bool
+
+
+class ImageWithOptions(ExplainOptions):
+    """An image for ``explain_many``, and options for this image alone.
+
+    Attributes:
+        image: The image, as for ``explain``.
+    """
+
+    image: Required[ImageLike]
+
+
+ImageItem: TypeAlias = "ImageLike | ImageWithOptions"
+"""An item of ``explain_many``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

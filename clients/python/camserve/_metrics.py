@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from camserve import _codec
+from camserve import _codec, _targets
 from camserve._errors import Internal, InvalidArgument
 from camserve._evaluation import Curve, Evaluation, Metric, MetricInfo, Reading
-from camserve._picture import Box
 from camserve.v1 import evaluate_pb2, explain_pb2
 
 if TYPE_CHECKING:
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from camserve._targets import BoxLike
 
 MetricLike: TypeAlias = "str | Metric | tuple[str, Mapping[str, float | str]]"
-
-_BOX_EDGES = 4
 
 
 def request(
@@ -32,7 +29,7 @@ def request(
         return evaluate_pb2.EvaluateRequest(
             explain=question,
             metrics=[_encode_metric(metric_like) for metric_like in _to_sequence(metrics)],
-            box=None if box is None else _encode_box(box),
+            box=None if box is None else _targets.encode_box(box, "box"),
         )
     except (TypeError, ValueError, AttributeError) as error:
         raise InvalidArgument(f"an option is of a wrong kind: {error}") from error
@@ -52,15 +49,6 @@ def _encode_metric(metric_like: MetricLike) -> evaluate_pb2.Metric:
     metric = metric_like if isinstance(metric_like, Metric) else Metric(*metric_like)
     parameters = {name: _codec.parameter(name, value, "metrics") for name, value in metric.parameters.items()}
     return evaluate_pb2.Metric(name=metric.name, parameters=parameters)
-
-
-def _encode_box(box: BoxLike) -> explain_pb2.Box:
-    edges = (box.left, box.top, box.right, box.bottom) if isinstance(box, Box) else tuple(box)
-    if len(edges) != _BOX_EDGES:
-        reason = f"a box is left, top, right, bottom, not {len(edges)} numbers"
-        raise InvalidArgument(f"box: {reason}", fields={"box": reason})
-    left, top, right, bottom = edges
-    return explain_pb2.Box(left=left, top=top, right=right, bottom=bottom)
 
 
 def evaluation(response: evaluate_pb2.EvaluateResponse) -> Evaluation:

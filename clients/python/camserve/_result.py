@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from camserve import _html, _local
+from camserve import _comparison, _html, _local
 from camserve._errors import FailedPrecondition, InvalidArgument
 from camserve._notebook import comparison
 from camserve._photo_source import PhotoSource
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL import Image
 
+    from camserve._comparison import Comparison
     from camserve._receipts import Receipt
     from camserve._regions import Region
-    from camserve._targets import TargetLike
+    from camserve._targets import BoxLike, TargetLike
 
 T = TypeVar("T")
 
@@ -242,6 +243,21 @@ class Explanation:
             name = destination.suffix or destination.name
             raise InvalidArgument(f"cannot save as {name!r}: the suffix must be one of {suffixes}")
         return destination
+
+    def compare(self, candidate: Explanation, box: BoxLike | None = None) -> Comparison:
+        """Compare this map with one of the same photo, such as that of another model.
+
+        Args:
+            candidate: The other explanation.
+            box: Position of the object in pixels of the photo, to compare the evidence in it: a ``Box``,
+                or left, top, right, bottom.
+
+        Raises:
+            FailedPrecondition: A heatmap was not requested.
+            InvalidArgument: The photos have different sizes, the models see no common part, or the box is
+                invalid.
+        """
+        return _comparison.compare(self, candidate, box)
 
     def _repr_png_(self) -> bytes | None:
         return self.overlay_picture.encoded("png") if self.overlay_picture else None

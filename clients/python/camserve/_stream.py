@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, cast
 
 import grpc
 from PIL import Image
@@ -307,15 +308,40 @@ class InFlightWindow:
 
 
 def prepare_request(
-    question: explain_pb2.ExplainRequest, image: object, file_of: Callable[[Any], bytes] = _codec.image_bytes
+    question: explain_pb2.ExplainRequest,
+    item: object,
+    file_of: Callable[[Any], bytes] = _codec.image_bytes,
+    options: _codec.ExplainOptions | None = None,
 ) -> PreparedRequest:
-    """Build the request for an image; return the error of an image that cannot be read, and None for ``END``."""
-    if image is END:
+    """Build the request for an image; return the error of an image that cannot be read, and None for ``END``.
+
+    Args:
+        question: The request without its image.
+        item: The image; an ``ImageWithOptions`` if there are options.
+        file_of: Function that returns an image as the bytes of a file.
+        options: The options of all images, with which the question was built.
+    """
+    if item is END:
         return None
     try:
-        return _codec.with_image(question, file_of(image))
+        if options is not None and isinstance(item, Mapping):
+            question, item = _own_question(dict(cast("Mapping[str, Any]", item)), options, question)
+        return _codec.with_image(question, file_of(item))
     except CamserveError as error:
         return error
+
+
+def _own_question(
+    own: dict[str, Any], options: _codec.ExplainOptions, question: explain_pb2.ExplainRequest
+) -> tuple[explain_pb2.ExplainRequest, object]:
+    """Return the request and the image of an item with options of its own."""
+    if "image" not in own:
+        raise InvalidArgument('an item of images is an image, or a dict with "image" and options')
+    image = own.pop("image")
+    merged: dict[str, Any] = {**options, **own}
+    own_question = _codec.ExplainRequestBuilder(**merged).request()
+    own_question.progress = question.progress
+    return own_question, image
 
 
 def refuse_single_image(images: T) -> T:
@@ -324,6 +350,6 @@ def refuse_single_image(images: T) -> T:
     Raises:
         InvalidArgument: It is one image.
     """
-    if isinstance(images, str | bytes | os.PathLike | Image.Image):
+    if isinstance(images, str | bytes | os.PathLike | Image.Image | Mapping):
         raise InvalidArgument("explain_many takes several images; explain takes one")
     return images

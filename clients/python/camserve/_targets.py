@@ -207,7 +207,7 @@ def _encode_segment(target: Segment, field: str, _read_image: object) -> explain
     field = f"{field}.segment"
     segment = explain_pb2.Segment(class_name=_class_name(target.why, f"{field}.class_name"))
     if target.region is not None:
-        segment.region.CopyFrom(_encode_box(target.region, f"{field}.region"))
+        segment.region.CopyFrom(encode_box(target.region, f"{field}.region"))
     return explain_pb2.Target(segment=segment)
 
 
@@ -215,7 +215,7 @@ def _encode_detection(target: Detection, field: str, _read_image: object) -> exp
     field = f"{field}.detection"
     detection = explain_pb2.Detection(class_name=_class_name(target.why, f"{field}.class_name"))
     if target.box is not None:
-        detection.box.CopyFrom(_encode_box(target.box, f"{field}.box"))
+        detection.box.CopyFrom(encode_box(target.box, f"{field}.box"))
     return explain_pb2.Target(detection=detection)
 
 
@@ -245,13 +245,27 @@ def _class_index(class_: object, field: str) -> int:
     return index
 
 
-def _encode_box(box: object, field: str) -> explain_pb2.Box:
+def to_box(box: object, field: str) -> Box:
+    """Return a ``BoxLike`` as a box.
+
+    Raises:
+        InvalidArgument: It does not have four numbers; the error names the field.
+    """
     edges = (box.left, box.top, box.right, box.bottom) if isinstance(box, Box) else box
     try:
-        left, top, right, bottom = map(float, edges)  # type: ignore[call-overload]  # not yet checked
+        return Box(*map(float, edges))  # type: ignore[call-overload]  # not yet checked
     except (TypeError, ValueError) as error:
         raise invalid(field, f"a box must be (left, top, right, bottom), not {box!r}") from error
-    return explain_pb2.Box(left=left, top=top, right=right, bottom=bottom)
+
+
+def encode_box(box: object, field: str) -> explain_pb2.Box:
+    """Encode a ``BoxLike``.
+
+    Raises:
+        InvalidArgument: As for ``to_box``.
+    """
+    edges = to_box(box, field)
+    return explain_pb2.Box(left=edges.left, top=edges.top, right=edges.right, bottom=edges.bottom)
 
 
 def decode(message: explain_pb2.Target) -> TargetLike | None:

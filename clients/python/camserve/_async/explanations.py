@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from camserve import _codec, _replay, _stream
+from camserve import _codec, _comparison, _replay, _stream
 from camserve import _transport_async as transport
 from camserve._async.streams import StreamCalls
 from camserve._photo_source import PhotoSource
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterable, Iterable
     from typing import Unpack
 
+    from camserve._comparison import ResultComparison
     from camserve._errors import CamserveError
     from camserve._progress import OnProgress
     from camserve._receipts import Receipt
     from camserve._replay import Replay
     from camserve._result import Result
+    from camserve._targets import BoxLike
     from camserve._values import Cost
 
 
@@ -78,6 +80,41 @@ class ExplanationCalls(StreamCalls):
         result = await self._explain_one(_replay.request(receipt), image, on_progress, timeout)
         return _replay.compare(receipt, _replay.explanation(result))
 
+    async def compare(
+        self,
+        image: _codec.ImageLike,
+        baseline: str,
+        candidate: str,
+        *,
+        box: BoxLike | None = None,
+        timeout: float | None = None,
+        **options: Unpack[_codec.ExplainOptions],
+    ) -> ResultComparison:
+        """Explain one image with two models, and compare where they look.
+
+        Without targets, both models explain the classes that the first one predicts.
+
+        Args:
+            image: An image as for ``explain``.
+            baseline: Name of the first model.
+            candidate: Name of the second model.
+            box: Position of the object in pixels of the photo, to compare the evidence in it: a
+                ``Box``, or left, top, right, bottom.
+            timeout: Seconds for each of the two explanations, instead of the client's.
+            **options: The parts to explain and to return: see ``ExplainOptions``. The layers must be
+                layers of both models.
+
+        Raises:
+            CamserveError: The subclass gives the reason.
+        """
+        options["heatmap"] = True
+        options["model"] = baseline
+        first = await self.explain(image, timeout=timeout, **options)
+        options["model"] = candidate
+        options["targets"] = options.get("targets") or _comparison.targets_of(first)
+        second = await self.explain(image, timeout=timeout, **options)
+        return _comparison.compare_results(first, second, box)
+
     async def estimate_cost(self, *, timeout: float | None = None, **options: Unpack[_codec.ExplainOptions]) -> Cost:
         """Return the cost of a request without running it. It needs no image.
 
@@ -95,7 +132,7 @@ class ExplanationCalls(StreamCalls):
     @overload
     def explain_many(
         self,
-        images: Iterable[_codec.ImageLike] | AsyncIterable[_codec.ImageLike],
+        images: Iterable[_codec.ImageItem] | AsyncIterable[_codec.ImageItem],
         *,
         progress: bool = ...,
         in_flight: int = ...,
@@ -106,7 +143,7 @@ class ExplanationCalls(StreamCalls):
     @overload
     def explain_many(
         self,
-        images: Iterable[_codec.ImageLike] | AsyncIterable[_codec.ImageLike],
+        images: Iterable[_codec.ImageItem] | AsyncIterable[_codec.ImageItem],
         *,
         progress: bool = ...,
         in_flight: int = ...,
@@ -116,7 +153,7 @@ class ExplanationCalls(StreamCalls):
     ) -> AsyncGenerator[Result | CamserveError, None]: ...
     def explain_many(
         self,
-        images: Iterable[_codec.ImageLike] | AsyncIterable[_codec.ImageLike],
+        images: Iterable[_codec.ImageItem] | AsyncIterable[_codec.ImageItem],
         *,
         progress: bool = False,
         in_flight: int = DEFAULT_IN_FLIGHT,
@@ -132,7 +169,8 @@ class ExplanationCalls(StreamCalls):
         Python collects the generator.
 
         Args:
-            images: Images as for ``explain``, in an iterable or an asynchronous iterable.
+            images: Images as for ``explain``, in an iterable or an asynchronous iterable. An image with
+                options of its own is a dict: ``{"image": "cat.jpg", "targets": ["tabby"]}``.
             progress: True to draw a progress bar on standard error.
             in_flight: The largest number of images that are read ahead of the last yielded result.
             on_error: "raise", or "return" to yield an image's error in place of its result. The
@@ -149,7 +187,7 @@ class ExplanationCalls(StreamCalls):
         question = _codec.ExplainRequestBuilder(**options).request()
         question.progress = progress
         images = _stream.refuse_single_image(images)
-        return self._explain_stream(images, question, window, progress_bar(images, shown=progress))
+        return self._explain_stream(images, question, window, progress_bar(images, shown=progress), options)
 
     async def _explain_one(
         self,

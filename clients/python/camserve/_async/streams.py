@@ -24,19 +24,22 @@ class StreamCalls(Calls):
 
     async def _explain_stream(
         self,
-        images: Iterable[_codec.ImageLike] | AsyncIterable[_codec.ImageLike],
+        images: Iterable[_codec.ImageItem] | AsyncIterable[_codec.ImageItem],
         question: explain_pb2.ExplainRequest,
         window: _stream.InFlightWindow,
         progress: AbstractContextManager[ProgressReporter],
+        options: _codec.ExplainOptions | None = None,
     ) -> AsyncGenerator[_stream.Outcome, None]:
         source = transport.iterate(images)
         with progress as reporter:
             async with transport.Streams(self._pool, self._settings) as streams:
                 while not window.done:
                     if window.has_room:
-                        image = await anext(source, _stream.END)
+                        item = await anext(source, _stream.END)
                         window.add(
-                            await transport.run_blocking(_stream.prepare_request, question, image, self._file_of)
+                            await transport.run_blocking(
+                                _stream.prepare_request, question, item, self._file_of, options
+                            )
                         )
                     await streams.send(window.take_due())
                     window.handle(await streams.next_event(window.seconds_to_wait()))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from camserve import _codec, _replay, _stream
+from camserve import _codec, _comparison, _replay, _stream
 from camserve import _transport_sync as transport
 from camserve._photo_source import PhotoSource
 from camserve._progress import progress_bar
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
     from typing import Unpack
 
+    from camserve._comparison import ResultComparison
     from camserve._errors import CamserveError
     from camserve._progress import OnProgress
     from camserve._receipts import Receipt
     from camserve._replay import Replay
     from camserve._result import Result
+    from camserve._targets import BoxLike
     from camserve._values import Cost
 
 
@@ -79,6 +81,41 @@ class ExplanationCalls(StreamCalls):
         result = self._explain_one(_replay.request(receipt), image, on_progress, timeout)
         return _replay.compare(receipt, _replay.explanation(result))
 
+    def compare(
+        self,
+        image: _codec.ImageLike,
+        baseline: str,
+        candidate: str,
+        *,
+        box: BoxLike | None = None,
+        timeout: float | None = None,
+        **options: Unpack[_codec.ExplainOptions],
+    ) -> ResultComparison:
+        """Explain one image with two models, and compare where they look.
+
+        Without targets, both models explain the classes that the first one predicts.
+
+        Args:
+            image: An image as for ``explain``.
+            baseline: Name of the first model.
+            candidate: Name of the second model.
+            box: Position of the object in pixels of the photo, to compare the evidence in it: a
+                ``Box``, or left, top, right, bottom.
+            timeout: Seconds for each of the two explanations, instead of the client's.
+            **options: The parts to explain and to return: see ``ExplainOptions``. The layers must be
+                layers of both models.
+
+        Raises:
+            CamserveError: The subclass gives the reason.
+        """
+        options["heatmap"] = True
+        options["model"] = baseline
+        first = self.explain(image, timeout=timeout, **options)
+        options["model"] = candidate
+        options["targets"] = options.get("targets") or _comparison.targets_of(first)
+        second = self.explain(image, timeout=timeout, **options)
+        return _comparison.compare_results(first, second, box)
+
     def estimate_cost(self, *, timeout: float | None = None, **options: Unpack[_codec.ExplainOptions]) -> Cost:
         """Return the cost of a request without running it. It needs no image.
 
@@ -96,7 +133,7 @@ class ExplanationCalls(StreamCalls):
     @overload
     def explain_many(
         self,
-        images: Iterable[_codec.ImageLike],
+        images: Iterable[_codec.ImageItem],
         *,
         progress: bool = ...,
         in_flight: int = ...,
@@ -107,7 +144,7 @@ class ExplanationCalls(StreamCalls):
     @overload
     def explain_many(
         self,
-        images: Iterable[_codec.ImageLike],
+        images: Iterable[_codec.ImageItem],
         *,
         progress: bool = ...,
         in_flight: int = ...,
@@ -117,7 +154,7 @@ class ExplanationCalls(StreamCalls):
     ) -> Generator[Result | CamserveError, None, None]: ...
     def explain_many(
         self,
-        images: Iterable[_codec.ImageLike],
+        images: Iterable[_codec.ImageItem],
         *,
         progress: bool = False,
         in_flight: int = DEFAULT_IN_FLIGHT,
@@ -132,7 +169,8 @@ class ExplanationCalls(StreamCalls):
         Leaving the loop early ends the stream.
 
         Args:
-            images: Images as for ``explain``.
+            images: Images as for ``explain``. An image with
+                options of its own is a dict: ``{"image": "cat.jpg", "targets": ["tabby"]}``.
             progress: True to draw a progress bar on standard error.
             in_flight: The largest number of images that are read ahead of the last yielded result.
             on_error: "raise", or "return" to yield an image's error in place of its result. The
@@ -149,7 +187,7 @@ class ExplanationCalls(StreamCalls):
         question = _codec.ExplainRequestBuilder(**options).request()
         question.progress = progress
         images = _stream.refuse_single_image(images)
-        return self._explain_stream(images, question, window, progress_bar(images, shown=progress))
+        return self._explain_stream(images, question, window, progress_bar(images, shown=progress), options)
 
     def _explain_one(
         self,

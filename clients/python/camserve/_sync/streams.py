@@ -25,18 +25,21 @@ class StreamCalls(Calls):
 
     def _explain_stream(
         self,
-        images: Iterable[_codec.ImageLike],
+        images: Iterable[_codec.ImageItem],
         question: explain_pb2.ExplainRequest,
         window: _stream.InFlightWindow,
         progress: AbstractContextManager[ProgressReporter],
+        options: _codec.ExplainOptions | None = None,
     ) -> Generator[_stream.Outcome, None, None]:
         source = transport.iterate(images)
         with progress as reporter:
             with transport.Streams(self._pool, self._settings) as streams:
                 while not window.done:
                     if window.has_room:
-                        image = next(source, _stream.END)
-                        window.add(transport.run_blocking(_stream.prepare_request, question, image, self.file_of))
+                        item = next(source, _stream.END)
+                        window.add(
+                            transport.run_blocking(_stream.prepare_request, question, item, self.file_of, options)
+                        )
                     streams.send(window.take_due())
                     window.handle(streams.next_event(window.seconds_to_wait()))
                     self._notice_start(waiting=window.server_starts)
