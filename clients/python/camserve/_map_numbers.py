@@ -132,15 +132,16 @@ def _iou(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> float:
 def _centre_of_mass(values: Values, box: Box) -> tuple[float, float]:
     """Return x and y of the centre of the positive values of a map that covers a box; NaN if it has none."""
     positive = values.clip(min=0)
-    total = positive.sum()
-    if not total:
+    if not positive.any():
         return math.nan, math.nan
-    height, width = values.shape
-    rows: Values = (np.arange(height) + 0.5) / height
-    columns: Values = (np.arange(width) + 0.5) / width
-    y = float(positive.sum(axis=1) @ rows / total)
-    x = float(positive.sum(axis=0) @ columns / total)
+    x, y = (_mean_position(positive.sum(axis=axis)) for axis in (0, 1))
     return box.left + x * (box.right - box.left), box.top + y * (box.bottom - box.top)
+
+
+def _mean_position(masses: Values) -> float:
+    """Return the mean position of masses in equal steps, from 0 to 1."""
+    positions: Values = np.arange(masses.size, dtype=np.float64) + 0.5
+    return float(np.average(positions, weights=masses)) / masses.size
 
 
 def _mean_ssim(first: Values, second: Values) -> float:
