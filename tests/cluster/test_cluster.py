@@ -406,8 +406,8 @@ def test_actor_skips_a_photo_whose_server_fails_and_repeats_the_same_part(photos
     left, _ = job.start_run(new)
     actor = make_actor(new)
     with monkeypatch.context() as patch:
-        patch.setattr(dataset.job, "_is_photo_error", lambda _error: False)
-        patch.setattr(dataset.job, "_is_request_error", lambda _error: False)
+        patch.setattr(dataset.job, "is_photo_error", lambda _error: False)
+        patch.setattr(dataset.job, "is_request_error", lambda _error: False)
         first = actor({"image": list(map(job._bytes, left))})
     second = actor({"image": list(map(job._bytes, left))})
 

@@ -233,10 +233,10 @@ def test_errors_of_photos_requests_and_servers_are_distinguished():
         *(kind("x") for kind in (camserve.NotFound, camserve.Unauthenticated, camserve.PermissionDenied)),
     ]
 
-    assert all(map(job._is_photo_error, photo_errors))
-    assert not any(map(job._is_photo_error, [*server_errors, *request_errors]))
-    assert all(map(job._is_request_error, request_errors))
-    assert not any(map(job._is_request_error, [*server_errors, *photo_errors]))
+    assert all(map(job.is_photo_error, photo_errors))
+    assert not any(map(job.is_photo_error, [*server_errors, *request_errors]))
+    assert all(map(job.is_request_error, request_errors))
+    assert not any(map(job.is_request_error, [*server_errors, *photo_errors]))
 
 
 SPEC = dataset.JobSpec({"heatmap": False}, dataset.Outputs("jpeg", heatmaps=False, receipts=False))
@@ -313,8 +313,8 @@ def test_photo_that_kills_its_worker_is_left_and_others_are_done(address, tmp_pa
 
 
 def test_remaining_photos_are_reported_with_exit_code_1(run, photos, monkeypatch):
-    monkeypatch.setattr(job, "_is_photo_error", lambda _error: False)
-    monkeypatch.setattr(job, "_is_request_error", lambda _error: False)
+    monkeypatch.setattr(job, "is_photo_error", lambda _error: False)
+    monkeypatch.setattr(job, "is_request_error", lambda _error: False)
     result = run(photos)
 
     assert result.exit_code == 1
@@ -382,7 +382,7 @@ def test_failure_of_a_store_is_not_an_error_of_the_photo(monkeypatch, tmp_path):
         monkeypatch.setattr(photos, "_file_system", Mock(return_value=store))
         with pytest.raises(camserve.CamserveError) as raised:
             photos.read("s3://b/1.png")
-        outcomes[type(error)] = job._is_photo_error(raised.value)
+        outcomes[type(error)] = job.is_photo_error(raised.value)
 
     assert outcomes == {OSError: False, FileNotFoundError: True}
 

@@ -205,6 +205,11 @@ class ExplainRequestBuilder:
         )
 
 
+def fusion_name(number: explain_pb2.Fusion.ValueType) -> str | None:
+    """Return the name of a fusion; None for no fusion."""
+    return _FUSION_NAMES.get(number)
+
+
 def with_image(template: explain_pb2.ExplainRequest, image: object) -> explain_pb2.ExplainRequest:
     """Return a copy of a request, with an image.
 

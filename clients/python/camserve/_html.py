@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
     from camserve._picture import Picture
 
+_NOTEBOOK_MODULES = (
+    *(f"page/lib/{name}.js" for name in ("maps", "colormaps", "draw", "words")),
+    "_notebook/view.js",
+)
+
 
 def figure(picture: Picture | None, title: str, note: str, width: str = "24em") -> str:
     """Return a picture with its title and a note as HTML."""
@@ -57,9 +62,10 @@ def comparison(summary: str, data: Mapping[str, object], figures: Iterable[str])
     """
     name = f"camserve-{secrets.token_hex(8)}"
     static = f'<div style="display:flex;flex-wrap:wrap;gap:1em">{"".join(figures)}</div>'
-    call = f'{bundle.script()}.show(document.getElementById("{name}"), {_script_json(data)});'
+    styles = bundle.text("_notebook/view.css")
+    call = f'{bundle.script(*_NOTEBOOK_MODULES)}.show(document.getElementById("{name}"), {script_json(data)});'
     return (
-        f'<div class="camserve-view"><style>{bundle.styles()}</style>{summary}<div id="{name}">{static}</div>'
+        f'<div class="camserve-view"><style>{styles}</style>{summary}<div id="{name}">{static}</div>'
         f"<script>{call}</script></div>"
     )
 
@@ -69,7 +75,8 @@ def data_url(data: bytes, encoding: str) -> str:
     return f"data:image/{encoding};base64,{b64encode(data).decode()}"
 
 
-def _script_json(data: Mapping[str, object]) -> str:
+def script_json(data: object) -> str:
+    """Return data as JSON that may stand inside a script element."""
     # A text such as "</script>" or "<!--" would end the script, or hide what follows it.
     return json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
 

@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import stat
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from camserve._errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
     from pathlib import Path
     from typing import BinaryIO, Protocol
 
@@ -68,6 +69,19 @@ def write(path: str | os.PathLike[str], data: bytes, *, sync: bool = False, temp
     Raises:
         OSError: The file cannot be written, or its path is a device, a pipe or a folder.
     """
+    with replacing(path, temporary_folder) as file:
+        file.write(data)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str], temporary_folder: str = "") -> Generator[BinaryIO, None, None]:
+    """Return a context with a file to write in parts, which replaces the one at a path at the end: see ``write``.
+
+    After an exception, the path is as it was before.
+    """
     if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113 -- creating a Path costs more than the call
         raise OSError(errno.EINVAL, "exists and is not a regular file", os.fspath(path))
     # An attacker cannot prepare a file under a random name, and mode x never opens a file that exists.
@@ -75,10 +89,7 @@ def write(path: str | os.PathLike[str], data: bytes, *, sync: bool = False, temp
     temporary = os.path.join(folder, f".{secrets.token_hex(8)}.tmp")  # noqa: PTH118 -- as above
     try:
         with open(temporary, "xb") as file:  # noqa: PTH123 -- as above
-            file.write(data)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
+            yield file
         os.replace(temporary, path)  # noqa: PTH105 -- as above
     except BaseException:
         with suppress(OSError):

@@ -99,6 +99,14 @@ def _bilinear_weights(edges: Values, cells: int, start: float, end: float) -> Va
     return weights
 
 
+def rank_correlation(first: NDArray[np.float32], second: NDArray[np.float32]) -> float:
+    """Return Spearman's rank correlation of two maps on one grid; NaN if one is constant or not finite."""
+    if not (np.isfinite(first).all() and np.isfinite(second).all()):
+        return math.nan
+    one, other = (_ranks(values.astype(np.float64)) for values in (first, second))
+    return _correlation(one, other)
+
+
 def _ranks(values: Values) -> Values:
     """Return the ranks of all values; equal values have the mean of their ranks."""
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import re
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -15,13 +14,13 @@ from itertools import chain
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import grpc
 import numpy as np
 from google.protobuf import json_format
 
 from camserve import _codec, _files, _rendering
 from camserve._errors import CamserveError, FailedPrecondition
-from camserve._retry import RETRYABLE, too_large
+from camserve._photo_errors import is_photo_error, is_request_error
+from camserve._retry import RETRYABLE
 from camserve._settings import DEFAULT_IN_FLIGHT
 from camserve.dataset import rows
 from camserve.dataset.store import arrow
@@ -47,24 +46,6 @@ MERGE_SIZE = 1 << 16  # new hashes that are merged into the sorted array at once
 THREADS = 8  # that read photos and write pictures
 RETRY_AFTER = 32  # failures of the server, after which each of these photos is sent again, alone
 _MAX_STEM_BYTES = 60
-
-_REQUEST_ERRORS = frozenset(
-    {
-        grpc.StatusCode.NOT_FOUND,
-        grpc.StatusCode.PERMISSION_DENIED,
-        grpc.StatusCode.UNAUTHENTICATED,
-        grpc.StatusCode.UNIMPLEMENTED,
-    }
-)
-"""Codes of errors that every photo of the job would get."""
-
-_PHOTO_ERROR_FIELDS = {
-    # The photo cannot be decoded or is too large, or a box is outside of this photo.
-    grpc.StatusCode.INVALID_ARGUMENT: re.compile(r"image|rendering\.max_side|targets\[\d+\]\..*(box|region)"),
-    # The model does not find the target in this photo.
-    grpc.StatusCode.FAILED_PRECONDITION: re.compile(r"targets.*|top_k"),
-}
-"""Fields in errors that are caused by the photo itself, by the error's code."""
 
 Rows: TypeAlias = "list[dict[str, Any]]"
 """Rows of one photo in the table of results, with the columns of ``schema``."""
@@ -310,7 +291,7 @@ class _PhotoExplainer:
         with closing(results) as outcomes:
             for outcome in outcomes:
                 key, read_error = sent.popleft()
-                if read_error is None and isinstance(outcome, CamserveError) and _is_request_error(outcome):
+                if read_error is None and isinstance(outcome, CamserveError) and is_request_error(outcome):
                     raise outcome
                 writing.append((key, self.pool.submit(self._write, key, read_error or outcome)))
                 while len(writing) > THREADS or (writing and writing[0][1].done()):
@@ -322,7 +303,7 @@ class _PhotoExplainer:
         """Write the pictures of a photo; return its rows."""
         name = _key_text(key)
         if isinstance(outcome, CamserveError):
-            return [rows.failed(name, outcome, regions=self.spec.regions)] if _is_photo_error(outcome) else outcome
+            return [rows.failed(name, outcome, regions=self.spec.regions)] if is_photo_error(outcome) else outcome
         stem = _files.truncate(PurePosixPath(name).stem, _MAX_STEM_BYTES)
         pictures = rows.pictures(stem, _hash_key(key).hex()[:16], outcome, self.spec.outputs)
         photo_rows: Rows = []
@@ -362,19 +343,6 @@ def _prefetch(
             yield next_file()
     while reading:
         yield next_file()
-
-
-def _is_request_error(error: CamserveError) -> bool:
-    """Return True if every photo would get this error, so that no photo may be marked as done."""
-    return error.code in _REQUEST_ERRORS or (error.code in _PHOTO_ERROR_FIELDS and not _is_photo_error(error))
-
-
-def _is_photo_error(error: CamserveError) -> bool:
-    """Return True if the photo itself causes this error, with any server and at any time."""
-    if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return too_large(error)
-    fields = _PHOTO_ERROR_FIELDS.get(error.code)
-    return bool(fields and error.fields) and all(fields.fullmatch(field) for field in error.fields if fields)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,1 @@
+"""Compare where two models look: record explanations, calibrate, compare, and report."""

@@ -1,0 +1,271 @@
+"""Calibration: how much the baseline's maps change although nothing important did, and if everything did.
+
+The *floor* compares the baseline's maps with those of the same photos with a little noise, and mirrored, where methods
+with random numbers also get another seed. The *ceiling* compares them with the maps of the same network with random
+weights (Adebayo et al. 2018, arXiv:1810.03292, section 3.1). Between the two lies every candidate.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from camserve import _local, _map_numbers
+from camserve._errors import CamserveError, InvalidArgument
+from camserve._evaluation import Metric
+from camserve._values import Method
+from camserve.diff.record import explain_items
+from camserve.diff.recording import CALIBRATION_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from camserve._codec import ExplainOptions, ImageWithOptions
+    from camserve._result import Result
+    from camserve._stream import Outcome
+    from camserve._sync.client import Client
+    from camserve.diff.lines import RecordedPhoto
+    from camserve.diff.recording import Recording
+
+FORMAT: Final = "camserve calibration 1"
+NOISE: Final = 0.02
+"""Standard deviation of the noise, as a share of the largest pixel value."""
+
+_SIZE = 1.2  # shorter side of a photo that gets noise, in sides of the model's input
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+_VARIANTS = ("noise", "mirrored")
+_THREADS = 8  # that wait for evaluations
+
+
+@dataclass(frozen=True, slots=True)
+class MethodCalibration:
+    """Rank correlations of the maps of one method on one layer.
+
+    Attributes:
+        method: Name of the method, with its smoothing.
+        layer: Name of the layer; empty for methods without one.
+        noise: With noisy photos.
+        mirrored: With mirrored photos, whose maps are mirrored back.
+        random: With random weights.
+    """
+
+    method: str
+    layer: str
+    noise: tuple[float, ...]
+    mirrored: tuple[float, ...]
+    random: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Calibration of a recording.
+
+    Attributes:
+        seed: Seed of the sample and of the noise.
+        photos: Names of the photos of the sample.
+        methods: One for each method and layer.
+    """
+
+    seed: int
+    photos: tuple[str, ...]
+    methods: tuple[MethodCalibration, ...]
+
+    def save(self, folder: Path) -> None:
+        """Write the calibration into the folder of a recording."""
+        content = {"format": FORMAT, **asdict(self)}
+        _local.write(folder / CALIBRATION_FILE, json.dumps(content, allow_nan=False).encode())
+
+
+def load(folder: Path) -> Calibration | None:
+    """Read the calibration of a recording; None if it has none.
+
+    Raises:
+        InvalidArgument: The file is damaged or of another format.
+    """
+    path = folder / CALIBRATION_FILE
+    try:
+        with _local.open_regular(path) as file:
+            return _decode(json.loads(file.read()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise InvalidArgument(f"{path} is damaged: {error}") from error
+
+
+def _decode(content: Any) -> Calibration:
+    if content.pop("format") != FORMAT:
+        raise ValueError(f"its format is not {FORMAT!r}")
+    methods = tuple(_decode_method(each) for each in content["methods"])
+    return Calibration(int(content["seed"]), tuple(map(str, content["photos"])), methods)
+
+
+def _decode_method(content: Any) -> MethodCalibration:
+    lists = (tuple(map(float, content[name])) for name in ("noise", "mirrored", "random"))
+    return MethodCalibration(str(content["method"]), str(content["layer"]), *lists)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Photos to calibrate with.
+
+    Attributes:
+        photos: Their paths by name.
+        seed: Seed of the sample, of the noise, and of the random weights.
+    """
+
+    photos: Mapping[str, Path]
+    seed: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the photos, in order."""
+        return tuple(self.photos)
+
+    @staticmethod
+    def of(photos: Mapping[str, Path], size: int, seed: int) -> Sample:
+        """Draw a sample. It depends on the names and the seed, not on the order of the photos."""
+        names = random.Random(seed).sample(sorted(photos), min(size, len(photos)))  # noqa: S311 -- no secret
+        return Sample({name: photos[name] for name in sorted(names)}, seed)
+
+
+def calibrate(
+    client: Client,
+    recording: Recording,
+    options: ExplainOptions,
+    sample: Sample,
+    on_photo: Callable[[], object] = lambda: None,
+) -> Calibration:
+    """Measure the floor and the ceiling of a recording's model.
+
+    Args:
+        client: Client of the server with the model.
+        recording: The recording.
+        options: Options of the recording, with the model.
+        sample: Photos to measure with.
+        on_photo: Function to call after each of the three measurements of a photo.
+
+    Raises:
+        CamserveError: The server cannot explain or evaluate one of the photos.
+    """
+    model = client.model(options.get("model") or "")
+    floor = _Floor(recording, sample, side=round(_SIZE * max(model.input_height, model.input_width)))
+    numbers: _Numbers = {}
+    pairs = [(name, variant) for variant in _VARIANTS for name in sample.names]
+    outcomes = explain_items(client, (floor.item(*pair) for pair in pairs), options)
+    for (name, variant), outcome in zip(pairs, outcomes, strict=True):
+        floor.compare(recording.photo(name), _result_of(name, outcome), variant, numbers)
+        on_photo()
+    for name, correlations in _random_weights(client, recording, options, sample):
+        _add(numbers, recording.photo(name), "random", correlations)
+        on_photo()
+    methods = [
+        MethodCalibration(*key, *(tuple(by_kind.get(kind, ())) for kind in (*_VARIANTS, "random")))
+        for key, by_kind in numbers.items()
+    ]
+    return Calibration(sample.seed, sample.names, tuple(methods))
+
+
+_Numbers = dict[tuple[str, str], dict[str, list[float]]]
+"""Rank correlations by method and layer, and by kind."""
+
+
+def _result_of(name: str, outcome: Outcome) -> Result:
+    if isinstance(outcome, CamserveError):
+        outcome.message = f"calibration with {name}: {outcome.message}"
+        raise outcome
+    return outcome
+
+
+def _add(numbers: _Numbers, photo: RecordedPhoto, kind: str, correlations: Sequence[float]) -> None:
+    for explanation, correlation in zip(photo.explanations, correlations, strict=True):
+        if math.isfinite(correlation):
+            numbers.setdefault((explanation.method, explanation.layer), {}).setdefault(kind, []).append(correlation)
+
+
+@dataclass(frozen=True, slots=True)
+class _Floor:
+    """The changes of photos that should not change an explanation.
+
+    Attributes:
+        recording: The recording.
+        sample: The photos.
+        side: Pixels of the shorter side of a changed photo.
+    """
+
+    recording: Recording
+    sample: Sample
+    side: int
+
+    def item(self, name: str, variant: str) -> ImageWithOptions:
+        """Return the request for a changed photo."""
+        pixels = _pixels(self.sample.photos[name], self.side)
+        if variant == "mirrored":
+            pixels = pixels[:, ::-1]
+        else:
+            generator = np.random.default_rng([self.sample.seed, self.sample.names.index(name)])
+            noisy = pixels + generator.normal(0, 255 * NOISE, pixels.shape)
+            pixels = noisy.round().clip(0, 255).astype(np.uint8)
+        photo = self.recording.photo(name)
+        methods = _with_other_seeds(photo)
+        return {"image": np.ascontiguousarray(pixels), "methods": methods, "targets": photo.targets}
+
+    def compare(self, photo: RecordedPhoto, result: Result, variant: str, numbers: _Numbers) -> None:
+        """Compare the maps of a changed photo with those of the photo."""
+        maps = [cast("NDArray[np.float32]", each.heatmap) for each in result.explanations]
+        if variant == "mirrored":
+            maps = [heatmap[:, ::-1] for heatmap in maps]
+        pairs = zip(photo.explanations, maps, strict=True)
+        _add(numbers, photo, variant, [_map_numbers.rank_correlation(one.heatmap, other) for one, other in pairs])
+
+
+def _pixels(path: Path, side: int) -> NDArray[np.uint8]:
+    """Return a photo as uint8 [H, W, 3], its shorter side at most this long: noise on a large one would average out."""
+    with _local.open_regular(path) as file, Image.open(io.BytesIO(file.read()), formats=_FORMATS) as image:
+        upright = ImageOps.exif_transpose(image).convert("RGB")
+    if min(upright.size) > side:
+        ratio = side / min(upright.size)
+        size = round(ratio * upright.width), round(ratio * upright.height)
+        upright = upright.resize(size, reducing_gap=2)
+    return np.asarray(upright)
+
+
+def _with_other_seeds(photo: RecordedPhoto) -> list[Method]:
+    """Return the methods of a photo, each with another seed if it has one."""
+    methods: list[Method] = []
+    for receipt in (explanation.receipt for explanation in photo.explanations):
+        other = {"seed": float(receipt.parameters["seed"]) + 1} if "seed" in receipt.parameters else {}
+        smoothing = receipt.augmentation_smoothing, receipt.eigen_smoothing
+        method = Method(receipt.method, {**receipt.parameters, **other}, *smoothing)
+        if method not in methods:
+            methods.append(method)
+    return methods
+
+
+def _random_weights(
+    client: Client, recording: Recording, options: ExplainOptions, sample: Sample
+) -> Iterator[tuple[str, list[float]]]:
+    """Yield for each photo the rank correlations of its maps with those of the network with random weights."""
+    metric = Metric("randomisation", {"stages": 2, "seed": sample.seed})
+
+    def evaluate(name: str) -> list[float]:
+        targets = recording.photo(name).targets
+        own: ExplainOptions = {**options, "overlay": None, "heatmap": False, "targets": targets}
+        evaluation = client.evaluate(sample.photos[name], metrics=metric, **own)
+        return [reading.curves[0].y[-1] if reading.curves else math.nan for reading in evaluation.readings]
+
+    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="evaluate")
+    try:
+        yield from zip(sample.names, pool.map(evaluate, sample.names), strict=True)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # closing the client ends the calls that are running

@@ -1,0 +1,151 @@
+"""Compare two recordings, photo by photo, and decide."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from camserve import _comparison
+from camserve._errors import FailedPrecondition
+from camserve.diff import groups, rule
+from camserve.diff.values import Answer, Case, Change, Failure, Report, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from camserve._targets import BoxLike
+    from camserve.diff.calibration import Calibration, MethodCalibration
+    from camserve.diff.lines import RecordedExplanation, RecordedPhoto
+    from camserve.diff.recording import Recording
+    from camserve.diff.values import DiffSettings
+
+_MIDDLE = 0.5  # position that is as near to the ceiling as to the floor
+
+
+def report(
+    sides: tuple[tuple[str, Recording], tuple[str, Recording]],
+    calibration: Calibration,
+    names: Sequence[str],
+    settings: DiffSettings,
+    failures: Sequence[Failure] = (),
+) -> Report:
+    """Compare two recordings of the same photos.
+
+    Args:
+        sides: The baseline and the candidate, each with the name that the user gave it.
+        calibration: Calibration of the baseline.
+        names: Names of the photos that both have.
+        settings: Settings of the diff.
+        failures: Photos that are left out.
+
+    Raises:
+        FailedPrecondition: The photos are too few, or a method cannot be calibrated.
+        InvalidArgument: A recording is damaged.
+    """
+    (_, baseline), (_, candidate) = sides
+    scales = {(each.method, each.layer): each for each in calibration.methods}
+    cases: list[Case] = []
+    predictions: list[bool] = []
+    for name in names:
+        pair = baseline.photo(name), candidate.photo(name)
+        predictions.append(_first_class(pair[0]) != _first_class(pair[1]))
+        cases += _cases(pair, scales, settings.boxes.get(name))
+    if len(names) < rule.MIN_PHOTOS:
+        raise FailedPrecondition(f"{len(names)} photos are too few to say: at least {rule.MIN_PHOTOS} are needed")
+    return _decide(sides, cases, predictions, calibration, settings.max_changed, failures)
+
+
+def _decide(
+    sides: tuple[tuple[str, Recording], tuple[str, Recording]],
+    cases: list[Case],
+    predictions: list[bool],
+    calibration: Calibration,
+    max_changed: float,
+    failures: Sequence[Failure],
+) -> Report:
+    ordered = tuple(sorted(cases, key=_severity, reverse=True))
+    checks = tuple(_check(cases, each, max_changed) for each in calibration.methods)
+    changed = rule.bootstrap(predictions, np.mean)
+    reasons = [reason for each in checks for reason in each.reasons]
+    if changed.value > max_changed:
+        reasons.append(f"the predicted class differs for {changed.value:.0%} of the photos; {max_changed:.0%} may be")
+    return Report(
+        _source(*sides[0]),
+        _source(*sides[1]),
+        photos=len(predictions),
+        predictions_changed=changed,
+        checks=checks,
+        cases=ordered,
+        groups=groups.group(ordered),
+        failures=tuple(failures),
+        reasons=tuple(reasons),
+        max_changed=max_changed,
+    )
+
+
+def _source(name: str, recording: Recording) -> Source:
+    header = recording.header
+    return Source(name, header.model, header.weights, header.digest)
+
+
+def _first_class(photo: RecordedPhoto) -> int | None:
+    return photo.predictions[0].class_index if photo.predictions else None
+
+
+def _cases(
+    pair: tuple[RecordedPhoto, RecordedPhoto],
+    scales: Mapping[tuple[str, str], MethodCalibration],
+    box: BoxLike | None,
+) -> Iterator[Case]:
+    before, after = pair
+    if len(before.explanations) != len(after.explanations):
+        raise FailedPrecondition(f"{before.name}: the models have different numbers of explanations")
+    for index, (one, other) in enumerate(zip(before.explanations, after.explanations, strict=True)):
+        comparison = _comparison.compare(one, other, box)
+        floor, _, ceiling = rule.scale_of(scales[one.method, one.layer])
+        case = Case(
+            image=before.name,
+            index=index,
+            method=one.method,
+            layer=one.layer,
+            target=one.title,
+            baseline=_answer(before, one),
+            candidate=_answer(after, other),
+            comparison=comparison,
+            position=rule.position(comparison.spearman, floor, ceiling),
+            change=Change.NONE,
+            places=(groups.place_of(one.heatmap, one.photo), groups.place_of(other.heatmap, other.photo)),
+        )
+        yield replace(case, change=_change(case, same_class=_first_class(before) == _first_class(after)))
+
+
+def _answer(photo: RecordedPhoto, explanation: RecordedExplanation) -> Answer:
+    first = photo.predictions[0] if photo.predictions else None
+    return Answer(first, explanation.score, explanation.target.probability, explanation.verdict)
+
+
+def _change(case: Case, *, same_class: bool) -> Change:
+    if not same_class:
+        return Change.PREDICTION
+    if case.position > _MIDDLE:
+        return Change.ELSEWHERE
+    return Change.VERDICT if case.comparison.verdict_changed else Change.NONE
+
+
+def _is_elsewhere(case: Case) -> bool:
+    """Return True for a map that is nearer to the ceiling, or that cannot be compared because its verdict changed."""
+    return case.position > _MIDDLE or (math.isnan(case.position) and case.comparison.verdict_changed)
+
+
+def _severity(case: Case) -> tuple[bool, float]:
+    """Sort key: findings first, by their position."""
+    return case.change is not Change.NONE, 1.0 if math.isnan(case.position) else case.position
+
+
+def _check(cases: Sequence[Case], calibration: MethodCalibration, max_changed: float) -> Any:
+    mine = [case for case in cases if (case.method, case.layer) == (calibration.method, calibration.layer)]
+    correlations = [case.comparison.spearman for case in mine]
+    return rule.check(correlations, list(map(_is_elsewhere, mine)), calibration, max_changed)

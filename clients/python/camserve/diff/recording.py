@@ -1,0 +1,291 @@
+"""Recordings: the explanations of a set of photos by one model, in a folder.
+
+A recording has three files. ``recording.json`` describes the model and the options, ``photos.jsonl`` has a line of
+JSON for each photo, and ``calibration.json`` has the calibration, if there is one. Lines are only appended, so a
+process that is killed loses at most its last line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from google.protobuf import json_format
+
+from camserve import _codec, _local
+from camserve._errors import FailedPrecondition, InvalidArgument
+from camserve._values import Method
+from camserve.diff import lines
+from camserve.v1 import explain_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from typing import BinaryIO, Self
+
+    from camserve._result import Result
+    from camserve._values import Model
+    from camserve.diff.lines import RecordedPhoto
+
+HEADER_FILE: Final = "recording.json"
+PHOTOS_FILE: Final = "photos.jsonl"
+CALIBRATION_FILE: Final = "calibration.json"
+FORMAT: Final = "camserve recording 1"
+_FORMAT_NAME = "camserve recording "
+_COMPARED = {
+    "methods": "methods",
+    "layers": "layers",
+    "fusion": "fusions",
+    "targets": "targets",
+    "topK": "numbers of explained classes",
+}
+"""Fields of a request in protobuf's JSON, in the order of the errors, and their names there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Description of a recording.
+
+    Attributes:
+        model: Name of the model.
+        source: Origin of the network, such as "timm:resnet50".
+        weights: Kind of weights: "default", "file", or "none" for random weights.
+        digest: SHA-256 of its parameters and buffers.
+        precision: "float32", "bfloat16" or "float16".
+        labels: SHA-256 of its labels.
+        classes: The number of classes.
+        options: Options of the explanations, in protobuf's JSON.
+        baseline: For a candidate, a digest of the baseline whose targets it explains; otherwise empty.
+    """
+
+    model: str
+    source: str
+    weights: str
+    digest: str
+    precision: str
+    labels: str
+    classes: int
+    options: Mapping[str, Any] = field(repr=False)
+    baseline: str = ""
+
+    @staticmethod
+    def of(model: Model, options: Mapping[str, Any], baseline: Header | None = None) -> Header:
+        """Return the header for the explanations of a model.
+
+        Args:
+            model: The model.
+            options: The options, as from ``plain_options``.
+            baseline: The baseline whose targets are explained; None to explain the model's own.
+        """
+        labels = hashlib.sha256(json.dumps(model.labels).encode()).hexdigest()
+        facts = (model.name, model.source, model.weights, model.digest, model.precision, labels, model.classes)
+        return Header(*facts, options, baseline.sha256 if baseline else "")
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the header."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Check that options are those of this recording.
+
+        Raises:
+            FailedPrecondition: They differ.
+        """
+        for name, words in _COMPARED.items():
+            recorded, other = self.options.get(name), options.get(name)
+            if recorded != other:
+                raise FailedPrecondition(
+                    f"the {words} differ: the baseline has {_brief(recorded)}, not {_brief(other)}"
+                )
+
+    def check_classes(self, candidate: Header) -> None:
+        """Check that another model has the same classes.
+
+        Raises:
+            FailedPrecondition: They differ.
+        """
+        if (self.classes, self.labels) != (candidate.classes, candidate.labels):
+            counts = f"numbers of classes, {self.classes} and {candidate.classes}"
+            what = "labels" if self.classes == candidate.classes else counts
+            raise FailedPrecondition(f"the models have different {what}")
+
+
+def options_of(header: Header) -> _codec.ExplainOptions:
+    """Return the options of a recording, except the targets: each photo has its own.
+
+    Raises:
+        InvalidArgument: The recording is damaged.
+    """
+    try:
+        request = json_format.ParseDict(dict(header.options), explain_pb2.ExplainRequest())
+    except json_format.ParseError as error:
+        raise InvalidArgument(f"the options of the recording are damaged: {error}") from error
+    methods = [
+        Method(
+            method.name,
+            {name: value.text or value.number for name, value in method.parameters.items()},
+            method.augmentation_smoothing,
+            method.eigen_smoothing,
+        )
+        for method in request.methods
+    ]
+    fusion = _codec.fusion_name(request.fusion)
+    return {"methods": methods, "layers": list(request.layers), "fusion": fusion, "top_k": request.top_k}
+
+
+def plain_options(options: _codec.ExplainOptions) -> dict[str, Any]:
+    """Return the options that change a map, as values for JSON.
+
+    Raises:
+        InvalidArgument: An option is out of range.
+    """
+    message = _codec.ExplainRequestBuilder(**options).request()
+    for name in ("model", "rendering", "max_predictions"):
+        message.ClearField(name)
+    plain: dict[str, Any] = json_format.MessageToDict(message)
+    return plain
+
+
+def _brief(value: Any) -> str:
+    text = json.dumps(value) if value is not None else "the default"
+    return text if len(text) <= 100 else f"{text[:99]}…"  # noqa: PLR2004 -- characters of an error
+
+
+class Recording:
+    """Folder with a recording.
+
+    Args:
+        folder: The folder. It must have a recording: see ``create`` and ``load``.
+        header: Description of the recording.
+
+    Attributes:
+        digests: SHA-256 of the file of each recorded photo by name.
+    """
+
+    def __init__(self, folder: Path, header: Header) -> None:
+        self.folder = folder
+        self.header = header
+        self.digests: dict[str, str] = {}
+        self._offsets: dict[str, tuple[int, int]] = {}
+        self._file: BinaryIO | None = None
+
+    @classmethod
+    def create(cls, folder: Path, header: Header) -> Self:
+        """Open a recording to append to; start a new one if the folder has none with this header.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            existing = read_header(folder)
+        except InvalidArgument:
+            existing = None
+        if existing != header:
+            for name in (PHOTOS_FILE, CALIBRATION_FILE):
+                (folder / name).unlink(missing_ok=True)
+            content = {"format": FORMAT, **asdict(header)}
+            _local.write(folder / HEADER_FILE, json.dumps(content, indent=2, ensure_ascii=False).encode())
+        recording = cls(folder, header)
+        recording._scan(repair=True)
+        return recording
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Open a recording to read it.
+
+        Raises:
+            InvalidArgument: The folder has no recording, one of a newer format, or a damaged one.
+        """
+        recording = cls(folder, read_header(folder))
+        recording._scan(repair=False)
+        return recording
+
+    def append(self, name: str, result: Result) -> None:
+        """Add the explanations of a photo."""
+        line = lines.encode(name, result)
+        if self._file is None:
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+            self._file = _local.open_regular(self.folder / PHOTOS_FILE, flags, "ab")
+        start = self._file.seek(0, os.SEEK_END)
+        self._file.write(line)
+        self._file.flush()
+        self._note(line, start, name)
+
+    def photo(self, name: str) -> RecordedPhoto:
+        """Return the explanations of a photo.
+
+        Raises:
+            InvalidArgument: The line is damaged.
+        """
+        start, length = self._offsets[name]
+        with self._open() as file:
+            file.seek(start)
+            return lines.decode(file.read(length), f"{self.folder / PHOTOS_FILE}, {name}")
+
+    def close(self) -> None:
+        """Close the file that lines are appended to."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _note(self, line: bytes, start: int, place: str) -> None:
+        name, digest = lines.key_of(line, f"{self.folder / PHOTOS_FILE}, {place}")
+        self.digests[name] = digest
+        self._offsets[name] = (start, len(line))
+
+    def _open(self) -> BinaryIO:
+        return _local.open_regular(self.folder / PHOTOS_FILE)
+
+    def _scan(self, *, repair: bool) -> None:
+        """Find the line of each photo; with ``repair``, cut off an incomplete last line."""
+        path = self.folder / PHOTOS_FILE
+        if not path.exists():
+            return
+        end = 0
+        with self._open() as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                self._note(line, end, f"line {number}")
+                end += len(line)
+        if end < path.stat().st_size:
+            if not repair:
+                raise InvalidArgument(f"{path} ends within a line: record it again")
+            os.truncate(path, end)
+
+
+def read_header(folder: Path) -> Header:
+    """Read the description of a recording.
+
+    Raises:
+        InvalidArgument: The folder has no recording, or one of a newer format.
+    """
+    path = folder / HEADER_FILE
+    try:
+        with _local.open_regular(path) as file:
+            content = json.loads(file.read())
+    except FileNotFoundError as error:
+        raise InvalidArgument(f"{folder} is no baseline: it has no {HEADER_FILE}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path} is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidArgument(f"{path} is damaged: it is not a JSON object")
+    return _decode_header(cast("dict[str, Any]", content), path)
+
+
+def _decode_header(content: dict[str, Any], path: Path) -> Header:
+    form = content.pop("format", None)
+    if form != FORMAT:
+        if isinstance(form, str) and form.startswith(_FORMAT_NAME):
+            reads = f"this client reads {FORMAT!r}"
+            raise InvalidArgument(f"{path} has the format {_brief(form)}; {reads}: update it, or record a new baseline")
+        raise InvalidArgument(f'{path} is not a recording: its "format" is not {FORMAT!r}')
+    types = dict.fromkeys(Header.__dataclass_fields__, str) | {"classes": int, "options": dict}
+    if content.keys() != types.keys() or any(not isinstance(content[name], kind) for name, kind in types.items()):
+        raise InvalidArgument(f"{path} is damaged: its fields are not those of {FORMAT!r}")
+    return Header(**content)

@@ -1,0 +1,1 @@
+"""Parts of the report as HTML: its summary, its script and its style sheet."""
