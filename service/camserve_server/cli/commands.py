@@ -3,20 +3,22 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import click
 
 from camserve import cli as client_cli
+from camserve.diff.run import LiveModel
 from camserve.terminal import echo, print_table
 from camserve_server.api import tokens
 from camserve_server.core import config, logs
 from camserve_server.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from camserve.diff.command import DiffFlags
     from camserve_server.app.explainer import Explainer
     from camserve_server.models.values import ModelInfo
     from camserve_server.tuning import TuningResult
@@ -265,22 +267,22 @@ def _report(result: "TuningResult", path: Path | None) -> None:
         echo(tuning.toml(result.settings()).rstrip("\n"))
 
 
-# The commands `explain` and `replay` below run those of the client on an `Explainer` in this process instead of a
-# server, with the same results.
+# The commands `explain`, `replay` and `diff` below run those of the client on an `Explainer` in this process instead of
+# a server, with the same results.
 def _client_parameters(command: click.Command) -> list[click.Parameter]:
     """Return the parameters of a client's command, except those that choose the server and the model."""
     return [option for option in command.params if option.name not in ("server", "model", *client_cli.ACCESS_OPTIONS)]
 
 
+_SIDES = ("baseline", "candidate")
+_device_option = click.option(
+    "--device", default="auto", show_default=True, metavar="DEVICE", help="Device to compute on: auto, cpu or cuda:N."
+)
+
+
 def _model_options(command: F) -> F:
     """Add the flags of the one model that a command loads."""
-    command = click.option(
-        "--device",
-        default="auto",
-        show_default=True,
-        metavar="DEVICE",
-        help="Device to compute on: auto, cpu or cuda:N.",
-    )(command)
+    command = _device_option(command)
     return click.option(
         "--model",
         default="efficientnet_lite0",
@@ -322,6 +324,25 @@ def replay(context: click.Context, /, model: str, device: str, **options: Any) -
     with _explainer(model, device, "thread", options["timeout"]) as explainer:
         code: int = context.invoke(client_cli.replay, connect=lambda: explainer, server="", **options)
         return code
+
+
+@program.command(params=[option for option in _client_parameters(client_cli.diff) if option.name not in _SIDES])
+@click.option(
+    "--baseline", required=True, metavar="MODEL|DIR", help="The model to compare with, or a baseline's folder."
+)
+@click.option("--candidate", required=True, metavar="MODEL|DIR", help="The new model, or a folder.")
+@_device_option
+def diff(paths: tuple[str, ...], output: Path | None, *, device: str, timeout: float, **flags: Any) -> int:
+    """Compare where two models look, without a server.
+
+    It is like `camserve diff`, except that MODEL is [NAME=]SOURCE:ARCH[?option=value], which is loaded in this process.
+    """
+
+    def open_model(spec: str, stack: ExitStack) -> LiveModel:
+        return LiveModel(spec, stack.enter_context(_explainer(spec, device, "thread", timeout)))
+
+    sides, accept = (flags.pop("baseline"), flags.pop("candidate")), flags.pop("accept")
+    return client_cli.run_diff(open_model, paths, sides, output, cast("DiffFlags", flags), accept=accept)
 
 
 @program.group()
