@@ -189,8 +189,9 @@ def _result_of(name: str, outcome: Outcome) -> Result:
 
 def _add(numbers: _Numbers, photo: RecordedPhoto, kind: str, correlations: Sequence[float]) -> None:
     for explanation, correlation in zip(photo.explanations, correlations, strict=True):
+        by_kind = numbers.setdefault((explanation.method, explanation.layer), {})
         if math.isfinite(correlation):
-            numbers.setdefault((explanation.method, explanation.layer), {}).setdefault(kind, []).append(correlation)
+            by_kind.setdefault(kind, []).append(correlation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from camserve.diff import groups, rule
 from camserve.diff.values import Answer, Case, Change, Failure, Report, Source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from camserve._targets import BoxLike
     from camserve.diff.calibration import Calibration, MethodCalibration
@@ -46,13 +46,12 @@ def report(
         InvalidArgument: A recording is damaged.
     """
     (_, baseline), (_, candidate) = sides
-    scales = {(each.method, each.layer): each for each in calibration.methods}
     cases: list[Case] = []
     predictions: list[bool] = []
     for name in names:
         pair = baseline.photo(name), candidate.photo(name)
         predictions.append(_first_class(pair[0]) != _first_class(pair[1]))
-        cases += _cases(pair, scales, settings.boxes.get(name))
+        cases += cases_of(*pair, calibration, settings.boxes.get(name))
     if len(names) < rule.MIN_PHOTOS:
         raise FailedPrecondition(f"{len(names)} photos are too few to say: at least {rule.MIN_PHOTOS} are needed")
     return _decide(sides, cases, predictions, calibration, settings.max_changed, failures)
@@ -95,17 +94,26 @@ def _first_class(photo: RecordedPhoto) -> int | None:
     return photo.predictions[0].class_index if photo.predictions else None
 
 
-def _cases(
-    pair: tuple[RecordedPhoto, RecordedPhoto],
-    scales: Mapping[tuple[str, str], MethodCalibration],
-    box: BoxLike | None,
+def cases_of(
+    before: RecordedPhoto, after: RecordedPhoto, calibration: Calibration, box: BoxLike | None = None
 ) -> Iterator[Case]:
-    before, after = pair
+    """Yield the comparisons of the explanations of one photo.
+
+    Args:
+        before: The photo in the baseline.
+        after: The photo in the candidate.
+        calibration: Calibration of the baseline.
+        box: Position of the object.
+
+    Raises:
+        FailedPrecondition: A method cannot be calibrated, or the numbers of explanations differ.
+    """
+    scales = {(each.method, each.layer): rule.scale_of(each) for each in calibration.methods}
     if len(before.explanations) != len(after.explanations):
         raise FailedPrecondition(f"{before.name}: the models have different numbers of explanations")
     for index, (one, other) in enumerate(zip(before.explanations, after.explanations, strict=True)):
         comparison = _comparison.compare(one, other, box)
-        floor, _, ceiling = rule.scale_of(scales[one.method, one.layer])
+        floor, _, ceiling = scales[one.method, one.layer]
         case = Case(
             image=before.name,
             index=index,

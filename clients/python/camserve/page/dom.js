@@ -1,5 +1,10 @@
 /** Elements, and small things that every panel needs. */
 
+/** Types of photos that the server decodes. */
+export const PHOTO_TYPES = "image/jpeg,image/png,image/webp,image/bmp";
+
+const isThere = (value) => (value ?? false) !== false;
+
 /**
  * Create an element: h("p.hint", {id: "x"}, "text"). Classes come after the tag, and attributes may be left out. Names
  * that start with "on" are listeners, true and false set or leave out an attribute. Children are nodes or text: text is
@@ -11,7 +16,7 @@ export function h(selector, ...children) {
   node.classList.add(...classes);
   const attributes = children[0]?.constructor === Object ? children.shift() : {};
   for (const [name, value] of Object.entries(attributes)) {
-    if (value === undefined || value === null || value === false) continue;
+    if (!isThere(value)) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value === true ? "" : String(value));
   }
@@ -23,7 +28,7 @@ const FOCUSABLE = "button, input, select, summary, [tabindex]";
 /** Replace the children of an element. The focus stays at the same control: the one with the same number. */
 export function fill(node, ...children) {
   const focused = node.contains(document.activeElement) ? [...node.querySelectorAll(FOCUSABLE)].indexOf(document.activeElement) : -1;
-  node.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  node.replaceChildren(...children.flat(Infinity).filter(isThere));
   if (focused >= 0) node.querySelectorAll(FOCUSABLE)[focused]?.focus({ preventScroll: true });
   return node;
 }
@@ -57,10 +62,17 @@ export function checkbox(label, checked, onchange, options = {}) {
   return labelled(label, box, { inline: true, ...options });
 }
 
+/** Return a checkbox in a list, with its name and a hint; one that is refused says why. */
+export function option(name, checked, onchange, { text = name, hint = "", title, disabled = false, refused = false } = {}) {
+  const box = h("input", { type: "checkbox", checked, disabled: disabled && !checked, onchange: ({ target }) => onchange(name, target.checked) });
+  const label = h("label", { title }, box, h("span", text));
+  return h("div", { class: refused ? "option refused" : "option" }, label, hint && h("small.hint", hint));
+}
+
 /** Return a group of buttons of which one is pressed: options are [value, text]. */
 export function segmented(label, options, value, onpick) {
   const buttons = options.map(([key, text]) =>
-    h("button", { "aria-pressed": key === value ? "true" : "false", "data-value": key, onclick: () => pick(key) }, text),
+    h("button", { "aria-pressed": String(key === value), "data-value": key, onclick: () => pick(key) }, text),
   );
   const pick = (key) => {
     for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset.value === key));
@@ -102,6 +114,13 @@ export function download(name, content, type) {
   const link = h("a", { href: url, download: name });
   link.click();
   setTimeout(() => URL.revokeObjectURL(url), 1000);
+}
+
+/** Return a sample of a colour, for a legend. */
+export function swatch(colour) {
+  const node = h("span.swatch", { "aria-hidden": "true" });
+  node.style.background = colour;
+  return node;
 }
 
 /** Return a paragraph with an error in the server's words. */

@@ -35,7 +35,7 @@ export async function explain() {
     models.map((model, index) =>
       one(model, image, control.signal, (progress) => {
         parts[index] = progress;
-        if (running === control) setRun("running", sum(parts));
+        if (running === control) setRun("running", { rowsDone: total(parts, "rowsDone"), rowsTotal: total(parts, "rowsTotal") });
       }),
     ),
   );
@@ -52,10 +52,7 @@ async function one(model, image, signal, onProgress) {
   }
 }
 
-function sum(parts) {
-  const total = (name) => parts.reduce((all, part) => all + part[name], 0);
-  return { rowsDone: total("rowsDone"), rowsTotal: total("rowsTotal") };
-}
+const total = (parts, name) => parts.reduce((all, part) => all + (part[name] ?? 0), 0);
 
 function setRun(status, progress) {
   state.run = { status, progress };
@@ -104,8 +101,7 @@ async function estimate() {
   const costs = await Promise.all(state.ask.models.map(costOf));
   const refused = costs.find(({ error }) => error);
   if (refused) return refused;
-  const total = (name) => costs.reduce((all, cost) => all + (cost[name] ?? 0), 0);
-  return { rows: total("rows"), explanations: total("explanations"), maxRows: Math.min(...costs.map(({ maxRows = 0 }) => maxRows)) };
+  return { rows: total(costs, "rows"), explanations: total(costs, "explanations"), maxRows: Math.min(...costs.map(({ maxRows = 0 }) => maxRows)) };
 }
 
 async function costOf(model) {

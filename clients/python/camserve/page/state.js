@@ -47,6 +47,8 @@ export function restyle(change) {
 /** Return the first chosen model, or undefined. */
 export const mainModel = () => state.models.find(({ name }) => name === state.ask.models[0]);
 
+export const mainTask = () => mainModel()?.task;
+
 /** Return the ExplainRequest, without its image, for one of the chosen models. */
 export function requestFor(model) {
   const { methods, targets, topK, layers, fusion } = state.ask;

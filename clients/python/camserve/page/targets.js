@@ -1,5 +1,6 @@
 /** Targets of explanations as the API's JSON: what to ask about a prediction or a class. */
-import { ask, mainModel, state } from "./state.js";
+import { className } from "./lib/words.js";
+import { ask, mainTask, state } from "./state.js";
 
 /** Return the target that a prediction of a model of some task is. */
 export function targetOf(prediction, task) {
@@ -13,7 +14,7 @@ export function targetOf(prediction, task) {
 export const isSame = (one, other) => JSON.stringify(one) === JSON.stringify(other);
 
 /** Return true if a prediction is among the targets. */
-export const isAsked = (prediction) => state.ask.targets.some((target) => isSame(target, targetOf(prediction, mainModel()?.task)));
+export const isAsked = (prediction) => state.ask.targets.some((target) => isSame(target, targetOf(prediction, mainTask())));
 
 /** Return the class that a target explains, or null if it is none. */
 export function classOf(target) {
@@ -24,7 +25,7 @@ export function classOf(target) {
 /** Ask about a class or object: only it, it too, or why the first target and not it. */
 export function choose(prediction, mode) {
   const { targets } = state.ask;
-  const target = targetOf(prediction, mainModel()?.task);
+  const target = targetOf(prediction, mainTask());
   if (mode === "contrast") return contrast(prediction);
   if (mode === "add") {
     const others = targets.filter((other) => !isSame(other, target));
@@ -46,7 +47,7 @@ function explained() {
 
 /** Return the name of a target, with the labels of a model. */
 export function nameOf(target, labels = []) {
-  const name = ({ classIndex, label } = {}) => label || labels[classIndex] || `class ${classIndex ?? 0}`;
+  const name = ({ classIndex, label } = {}) => className({ classIndex, label: label || labels[classIndex] });
   if (target.contrast) return `${name(target.contrast.why)}, not ${name(target.contrast.whyNot)}`;
   if (target.finer) return `${name(target.finer.why)}, against similar classes`;
   if (target.similarity) return "similarity to another photo";

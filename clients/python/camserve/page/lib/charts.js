@@ -3,7 +3,6 @@
 const SVG = "http://www.w3.org/2000/svg";
 const [WIDTH, HEIGHT] = [640, 260]; // pixels; the chart shrinks with its container
 const MARGIN = { left: 56, right: 12, top: 12, bottom: 40 };
-let lastId = 0;
 
 /** Return round numbers that cover a range: steps of 1, 2 or 5 times a power of ten. */
 export function ticks(low, high, most = 6) {
@@ -23,7 +22,8 @@ export function powers(low, high, most = 6) {
   return Array.from({ length: Math.floor((last - first) / step) + 1 }, (_, index) => 10 ** (first + index * step));
 }
 
-function element(name, attributes = {}, text = "") {
+/** Create an element of SVG. */
+export function element(name, attributes = {}, text = "") {
   const node = document.createElementNS(SVG, name);
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
   if (text) node.textContent = text;
@@ -47,9 +47,7 @@ const short = (value) => {
  */
 export function lineChart(options) {
   const { title, description = "", series, xLabel = "", yLabel = "" } = options;
-  const id = `chart-${++lastId}`;
-  const svg = element("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "group", "aria-labelledby": `${id}-t ${id}-d` });
-  svg.append(element("title", { id: `${id}-t` }, title), element("desc", { id: `${id}-d` }, description));
+  const svg = element("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "group", "aria-label": `${title}. ${description}` });
   const frame = frameOf(options);
   svg.append(axes(frame, { xLabel, yLabel, xTicks: options.xTicks ?? true }));
   const tip = tipOf();
@@ -60,7 +58,8 @@ export function lineChart(options) {
 }
 
 function frameOf({ series, logarithmic = false }) {
-  const points = series.flatMap(({ points: all }) => all).filter(({ y }) => Number.isFinite(y) && (!logarithmic || y > 0));
+  const isShown = (value) => Number.isFinite(value) && (!logarithmic || value > 0);
+  const points = series.flatMap(({ points: all }) => all).filter(({ y }) => isShown(y));
   const ends = (values, fallback) => (values.length ? [Math.min(...values), Math.max(...values)] : fallback);
   const [left, right] = ends(points.map(({ x }) => x), [0, 1]);
   let [low, high] = ends(points.map(({ y }) => y), logarithmic ? [1, 10] : [0, 1]);
@@ -72,7 +71,7 @@ function frameOf({ series, logarithmic = false }) {
   return {
     x: (value) => MARGIN.left + ((value - left) / (right - left || 1)) * (WIDTH - MARGIN.left - MARGIN.right),
     y: (value) => HEIGHT - MARGIN.bottom - share(value) * (HEIGHT - MARGIN.top - MARGIN.bottom),
-    isShown: (value) => Number.isFinite(value) && (!logarithmic || value > 0),
+    isShown,
     xTicks: ticks(left, right),
     yTicks,
   };

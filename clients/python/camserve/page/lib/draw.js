@@ -12,7 +12,7 @@
  *   contourLines  number of lines at equally spaced intensities, 0 to 16
  */
 import { levels } from "./colormaps.js";
-import { allFinite, average, keep, onPixels, quantileOfSorted, resize, scalePhoto } from "./maps.js";
+import { allFinite, average, keep, onPixels, quantileOfSorted, resize, roundEven, scalePhoto, strongest } from "./maps.js";
 
 export const DEFAULT_STYLE = Object.freeze({
   sign: null,
@@ -56,8 +56,6 @@ export function shown(map, sign) {
 /** Return true if a map is on the pixels of the model's input. */
 const isPixelwise = (map, [height, width]) => map.height === height && map.width === width;
 
-const strongest = (values) => values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
-
 /**
  * Return the raw value that gets the strongest colour if a map is drawn alone, or 0 if no value is shown. The input's size
  * is [height, width], if it is known.
@@ -66,27 +64,16 @@ export function ownScale(map, style, inputSize = null) {
   const { sign } = complete(style);
   const size = inputSize ?? USUAL_SIZE;
   return keep(map, "scale", `${sign} ${size}`, () => {
-    const top = isPixelwise(map, size) ? ranked(sortedMagnitudes(map, sign, size), PIXELWISE_TOP) : 0;
-    return top || strongest(shown(map, sign).data);
+    const sorted = isPixelwise(map, size) ? sortedMagnitudes(map, sign, size) : [];
+    return sorted[roundEven(PIXELWISE_TOP * (sorted.length - 1))] || strongest(shown(map, sign).data);
   });
-}
-
-/** Return the value of rank `share` × (n − 1), rounded half to even. */
-function ranked(sorted, share) {
-  const at = share * (sorted.length - 1);
-  return sorted[at % 1 === 0.5 ? 2 * Math.round(at / 2) : Math.round(at)];
-}
-
-/** Return the largest of the maps' own scales. */
-export function sharedScale(maps, style, inputSize = null) {
-  return maps.reduce((most, map) => Math.max(most, ownScale(map, style, inputSize)), 0);
 }
 
 /** Return the scale that a style asks for: a number above 0, or 0 if nothing is shown. `maps` are those that share it. */
 export function scaleOf(map, style, maps = [map], inputSize = null) {
   const { scale } = complete(style);
   if (typeof scale === "number") return scale;
-  return scale === "shared" ? sharedScale(maps, style, inputSize) : ownScale(map, style, inputSize);
+  return Math.max(...(scale === "shared" ? maps : [map]).map((one) => ownScale(one, style, inputSize)));
 }
 
 /** Return the magnitudes of the shown values on the pixels of the model's input, sorted. */
@@ -102,14 +89,11 @@ export function thresholdValue(map, style, inputSize = null) {
   return value ?? quantileOfSorted(sortedMagnitudes(map, whole.sign, inputSize ?? USUAL_SIZE), share);
 }
 
-/**
- * Draw a map on a canvas of any size that covers the photo; return the scale that was used. The canvas is transparent
- * where the model did not see the photo, and where nothing is painted.
- */
-export function drawMap(canvas, map, photo, style, { scale = scaleOf(map, style), inputSize = null } = {}) {
+/** Draw a map on a canvas of any size that covers the photo, as `paint` does. */
+export function drawMap(canvas, ...look) {
   const context = canvas.getContext("2d");
   const image = imageOf(canvas, context);
-  paint(image, map, photo, style, { scale, inputSize });
+  const scale = paint(image, ...look);
   context.putImageData(image, 0, 0);
   return scale;
 }
@@ -127,7 +111,10 @@ function imageOf(canvas, context) {
   return images.get(canvas);
 }
 
-/** Paint a map into a clear ImageData of the display's size; see drawMap. */
+/**
+ * Paint a map into a clear ImageData of the display's size; return the scale that was used. The image stays transparent
+ * where the model did not see the photo, and where nothing is painted.
+ */
 export function paint(image, map, photo, style, { scale = scaleOf(map, style), inputSize = null } = {}) {
   const whole = complete(style);
   const size = inputSize ?? USUAL_SIZE;
@@ -143,6 +130,7 @@ export function paint(image, map, photo, style, { scale = scaleOf(map, style), i
   const selected = whole.threshold ? strengths.data : null;
   colour(pixels, image.width, field, factor, whole, selected, thresholdValue(map, whole, inputSize));
   if (whole.contourLines) drawContours(pixels, image.width, field, factor * (whole.contourLines + 1), whole.contourLines);
+  return scale;
 }
 
 /** Divide a map by a scale, and cut what lies beyond it. */
@@ -215,14 +203,10 @@ function drawContours(pixels, stride, { left, top, width, height, data }, factor
 export function drawColorBar(canvas, style) {
   const { colormap } = complete(style);
   const context = canvas.getContext("2d");
-  const image = context.createImageData(canvas.width, canvas.height);
+  const image = context.createImageData(canvas.width, 1);
   const pixels = new Uint32Array(image.data.buffer);
-  const colours = levels(colormap);
-  for (let x = 0; x < canvas.width; x++) {
-    const colourHere = colours[Math.round((x / Math.max(1, canvas.width - 1)) * 255)];
-    for (let y = 0; y < canvas.height; y++) pixels[y * canvas.width + x] = colourHere;
-  }
-  context.putImageData(image, 0, 0);
+  pixels.forEach((_, x) => (pixels[x] = levels(colormap)[Math.round((x / Math.max(1, canvas.width - 1)) * 255)]));
+  for (let y = 0; y < canvas.height; y++) context.putImageData(image, 0, y);
 }
 
 /** Return the raw values at the ends and in the middle of a style's colour bar. */

@@ -1,4 +1,6 @@
 /** The page's state as a URL fragment, and back. */
+import { base64Of, bytesOf } from "./maps.js";
+import { isBoolean, isObject, isText } from "./receipt.js";
 
 const VERSION = "1.";
 const LONGEST = 8192; // characters of a fragment that is read
@@ -9,8 +11,7 @@ const LONGEST = 8192; // characters of a fragment that is read
  */
 export function writeLink({ request = {}, style = {}, view = {} }) {
   const content = JSON.stringify([request, style, view], (key, value) => (key === "image" || isEmpty(value) ? undefined : value));
-  const binary = Array.from(new TextEncoder().encode(content), (byte) => String.fromCharCode(byte)).join("");
-  return VERSION + btoa(binary).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
+  return VERSION + base64Of(new TextEncoder().encode(content)).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
 }
 
 function isEmpty(value) {
@@ -22,8 +23,7 @@ export function readLink(fragment) {
   const text = fragment.replace(/^#/, "");
   if (!text.startsWith(VERSION) || text.length > LONGEST) return null;
   try {
-    const binary = atob(text.slice(VERSION.length).replaceAll("-", "+").replaceAll("_", "/"));
-    const bytes = Uint8Array.from(binary, (character) => character.charCodeAt(0));
+    const bytes = bytesOf(text.slice(VERSION.length).replaceAll("-", "+").replaceAll("_", "/"));
     const content = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(bytes));
     if (!Array.isArray(content)) return null;
     const [request, style, view] = content;
@@ -33,10 +33,7 @@ export function readLink(fragment) {
   }
 }
 
-const isText = (value) => typeof value === "string";
-const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
 const isCount = (value) => Number.isInteger(value) && value >= 0;
-const isBoolean = (value) => typeof value === "boolean";
 const isShare = (value) => typeof value === "number" && value >= 0 && value <= 1;
 const listOf = (fits) => (value) => Array.isArray(value) && value.length <= 16 && value.every(fits);
 

@@ -57,7 +57,7 @@ export function allFinite(map) {
  * @returns {start, length, low, high, weight}: the first covered pixel, their number, and for each pixel the cells
  *   before and after its centre and the weight of the latter. A pixel is covered if its centre is; at least one is.
  */
-function axis(first, last, pixels, cells) {
+function axis(first, last, pixels, cells, smooth) {
   const start = Math.min(Math.max(0, Math.ceil(first - 0.5)), pixels - 1);
   const length = Math.max(start + 1, Math.min(pixels, Math.ceil(last - 0.5))) - start;
   const low = new Int32Array(length);
@@ -68,14 +68,9 @@ function axis(first, last, pixels, cells) {
     const at = Math.min(Math.max(position, 0), cells - 1);
     low[index] = Math.floor(at);
     high[index] = Math.min(low[index] + 1, cells - 1);
-    weight[index] = at - low[index];
+    weight[index] = smooth ? at - low[index] : Math.round(at - low[index]);
   }
   return { start, length, low, high, weight };
-}
-
-/** Replace interpolation weights with those of the nearest cell. */
-function nearest(steps) {
-  return { ...steps, weight: steps.weight.map(Math.round) };
 }
 
 /** Interpolate a map at the pixels of two axes; return a map of their lengths. */
@@ -101,37 +96,58 @@ function sample(map, rows, columns) {
 /** Resize a map: bilinearly between the centres of its cells, or to the nearest cell. */
 export function resize(map, height, width, smooth = true) {
   if (height === map.height && width === map.width) return map;
-  const along = smooth ? (steps) => steps : nearest;
-  return sample(map, along(axis(0, height, height, map.height)), along(axis(0, width, width, map.width)));
+  return sample(map, axis(0, height, height, map.height, smooth), axis(0, width, width, map.width, smooth));
 }
+
+/** Return [make(0), make(1), …], a number of values. */
+export const list = (length, make) => Array.from({ length }, (_, index) => make(index));
+
+/** Return the sum of values. */
+export const sum = (values) => values.reduce((total, value) => total + value, 0);
+
+/** Return the largest magnitude of values. */
+export const strongest = (values) => values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
+
+/** Round to the nearest integer, and halves to the even one, as Python does. */
+export const roundEven = (value) => (value % 1 === 0.5 ? 2 * Math.round(value / 2) : Math.round(value));
 
 /** Reduce a map by averaging, each cell by the area that it shares with a new one; never enlarge it. */
 export function average(map, height, width) {
-  const narrow = transpose(averageRows(transpose(map), Math.min(width, map.width)));
-  return averageRows(narrow, Math.min(height, map.height));
+  const weights = (count, cells) => areaWeights(Math.min(count, cells), 0, cells, cells, 0, cells);
+  return sumCells(map, weights(height, map.height), weights(width, map.width));
 }
 
-function averageRows(map, rows) {
-  if (rows === map.height) return map;
-  const ratio = map.height / rows;
-  const data = new Float32Array(rows * map.width);
-  for (let row = 0; row < rows; row++) {
-    const [top, bottom] = [row * ratio, (row + 1) * ratio];
-    for (let source = Math.floor(top); source < Math.min(Math.ceil(bottom - 1e-9), map.height); source++) {
-      const share = (Math.min(source + 1, bottom) - Math.max(source, top)) / ratio;
-      for (let x = 0; x < map.width; x++) data[row * map.width + x] += share * map.data[source * map.width + x];
+/** Return one of the edges of equal intervals from `low` to `high`. */
+const edge = (index, count, low, high) => (index === count ? high : low + index * ((high - low) / count));
+
+/**
+ * Return the weights that average cells, which lie between `start` and `end`, over equal intervals between `low` and
+ * `high`: for each interval, a list of cells and their weights by turns.
+ */
+export function areaWeights(count, low, high, cells, start, end) {
+  return list(count, (index) => {
+    const [from, to] = [edge(index, count, low, high), edge(index + 1, count, low, high)];
+    const shared = (cell) => Math.min(to, edge(cell + 1, cells, start, end)) - Math.max(from, edge(cell, cells, start, end));
+    const shares = list(cells, (cell) => [cell, shared(cell)]).filter(([, share]) => share > 0);
+    const total = sum(shares.map(([, share]) => share));
+    return shares.flatMap(([cell, share]) => [cell, share / total]);
+  });
+}
+
+/** Return a map's sums of cells, weighted along both axes: for each row and column, a list of cells and weights by turns. */
+export const sumCells = (map, rows, columns) => sumRows(sumRows(map, rows), columns);
+
+/** Return the weighted sums of a map's rows, with rows and columns exchanged. */
+function sumRows({ width, data }, weights) {
+  const sums = new Float64Array(weights.length * width);
+  for (let x = 0, at = 0; x < width; x++) {
+    for (const parts of weights) {
+      let total = 0;
+      for (let part = 0; part < parts.length; part += 2) total += parts[part + 1] * data[parts[part] * width + x];
+      sums[at++] = total;
     }
   }
-  return { height: rows, width: map.width, data };
-}
-
-/** Exchange the rows and columns of a map. */
-function transpose({ height, width, data }) {
-  const turned = new Float32Array(data.length);
-  for (let row = 0; row < height; row++) {
-    for (let column = 0; column < width; column++) turned[column * height + row] = data[row * width + column];
-  }
-  return { height: width, width: height, data: turned };
+  return { height: width, width: weights.length, data: sums };
 }
 
 /** Scale a photo's geometry to a display of `width` × `height` pixels: {width, height, seen}. */
@@ -147,19 +163,17 @@ export function scalePhoto({ width, height, seen }, newWidth, newHeight) {
 
 /** Interpolate a map on the pixels of a photo that the model saw; also return the position of the first, {left, top}. */
 export function onPixels(map, { width, height, seen }, smooth = true) {
-  const along = smooth ? (steps) => steps : nearest;
-  const rows = along(axis(seen.top, seen.bottom, height, map.height));
-  const columns = along(axis(seen.left, seen.right, width, map.width));
+  const rows = axis(seen.top, seen.bottom, height, map.height, smooth);
+  const columns = axis(seen.left, seen.right, width, map.width, smooth);
   return { left: columns.start, top: rows.start, ...sample(map, rows, columns) };
 }
 
 /** Return a map's value at a point of the photo (x and y in its pixels), or null where the model did not see it. */
 export function valueAt(map, { seen }, x, y, smooth = true) {
   if (!(x >= seen.left && x <= seen.right && y >= seen.top && y <= seen.bottom)) return null;
-  const along = smooth ? (steps) => steps : nearest;
   // The axes of one pixel, whose centre is at 0.5.
-  const rows = along(axis(seen.top - y + 0.5, seen.bottom - y + 0.5, 1, map.height));
-  const columns = along(axis(seen.left - x + 0.5, seen.right - x + 0.5, 1, map.width));
+  const rows = axis(seen.top - y + 0.5, seen.bottom - y + 0.5, 1, map.height, smooth);
+  const columns = axis(seen.left - x + 0.5, seen.right - x + 0.5, 1, map.width, smooth);
   return sample(map, rows, columns).data[0];
 }
 
@@ -180,9 +194,4 @@ export function quantileOfSorted(sorted, share) {
   const at = share * (sorted.length - 1);
   const low = Math.floor(at);
   return sorted[low] + (sorted[Math.min(low + 1, sorted.length - 1)] - sorted[low]) * (at - low);
-}
-
-/** Return the quantile of values. */
-export function quantile(values, share) {
-  return quantileOfSorted(Float32Array.from(values).sort(), share);
 }

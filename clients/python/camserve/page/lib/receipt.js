@@ -98,9 +98,9 @@ function parse(text) {
   throw new Error(`not a camserve receipt: its "format" is not "${FORMAT}"`);
 }
 
-const isText = (value) => typeof value === "string";
-const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
-const isBoolean = (value) => typeof value === "boolean";
+export const isText = (value) => typeof value === "string";
+export const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+export const isBoolean = (value) => typeof value === "boolean";
 const isNumber = (value) => typeof value === "number" || (isText(value) && /^-?(inf|nan|\d)/i.test(value));
 const entries = (value, fits) => isObject(value) && Object.values(value).every(fits);
 

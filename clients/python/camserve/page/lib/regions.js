@@ -52,7 +52,7 @@ function regionsOfGrid({ height, width, data }, threshold, most = 8) {
   }
   found.sort((one, other) => other.sum - one.sum);
   return found.slice(0, most).map(({ area, sum, best, ...box }) => ({
-    box: { left: box.left, top: box.top, right: box.right, bottom: box.bottom },
+    box,
     area,
     peak: { x: (best % width) + 0.5, y: Math.floor(best / width) + 0.5 },
     peakValue: data[best],

@@ -1,16 +1,20 @@
 /** Descriptions of verdicts, numbers and costs for people. */
 
 const VERDICTS = {
+  VERDICT_OK: "Readable",
   VERDICT_ALL_NEGATIVE: "No evidence for it",
   VERDICT_FLAT: "Flat",
   VERDICT_ZERO_GRADIENT: "Zero gradient",
   VERDICT_NON_FINITE: "Not finite",
 };
 
+/** Return the short name of a verdict. */
+export const verdictName = (verdict) => VERDICTS[verdict] ?? "Unknown verdict";
+
 /** Describe why the map of an explanation cannot be read, or return "". */
 export function warning({ verdict, verdictMessage = "" }) {
   if (verdict === "VERDICT_OK") return "";
-  return [VERDICTS[verdict] ?? "Unknown verdict", verdictMessage].filter(Boolean).join(": ");
+  return [verdictName(verdict), verdictMessage].filter(Boolean).join(": ");
 }
 
 /** Format a probability, 0 to 1, as a percentage. */
@@ -51,8 +55,10 @@ export function progress({ rowsDone = 0, rowsTotal = 0 }) {
   };
 }
 
+/** Return the name of a class or prediction: "tabby", or "class 7" if it has no label. */
+export const className = ({ label, classIndex = 0 }) => label || `class ${classIndex}`;
+
 /** Return the name of an explained target: "tabby", "class 7", "tabby, not tiger cat". */
 export function targetName({ target = {}, contrast }) {
-  const name = ({ label, classIndex = 0 }) => label || `class ${classIndex}`;
-  return name(target) + (contrast ? `, not ${name(contrast)}` : "");
+  return className(target) + (contrast ? `, not ${className(contrast)}` : "");
 }

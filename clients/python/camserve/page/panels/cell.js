@@ -1,5 +1,6 @@
 /** One map over the photo, with its colour bar, its verdict and its value under the cursor. */
 import { fill, h, say } from "../dom.js";
+import { element } from "../lib/charts.js";
 import { barValues, complete, drawColorBar, drawMap, shown } from "../lib/draw.js";
 import { peak, valueAt } from "../lib/maps.js";
 import { regionsOf } from "../lib/regions.js";
@@ -7,7 +8,6 @@ import { number, probability, targetName, warning } from "../lib/words.js";
 import { changed, state } from "../state.js";
 import { styleOf } from "./look.js";
 
-const SVG = "http://www.w3.org/2000/svg";
 const STEPS = 40; // arrow keys move the cursor by this part of the photo
 const SHARPEST = 2; // pixels of a canvas for each pixel of the page
 const BAR = 128; // pixels
@@ -31,8 +31,7 @@ export class Cell {
     this.content = content;
     this.canvas = h("canvas.map", { "aria-hidden": "true" });
     this.image = h("img", { src: content.source.url, alt: "", draggable: "false" });
-    this.overlay = document.createElementNS(SVG, "svg");
-    this.overlay.setAttribute("aria-hidden", "true");
+    this.overlay = element("svg", { "aria-hidden": "true" });
     this.cross = h("div.cross", { hidden: true });
     this.value = h("output.value");
     this.badge = h("span.badge", { hidden: true });
@@ -128,7 +127,7 @@ export class Cell {
   #drawMarks(style) {
     const { map, photo, inputSize } = this.content;
     const { view } = state;
-    const found = view.regions ? regionsOf(map, photo, { ...style, threshold: style.threshold ?? { quantile: 0.8 } }, { inputSize: inputSize ?? undefined }) : [];
+    const found = view.regions ? regionsOf(map, photo, style, { inputSize: inputSize ?? undefined }) : [];
     const rings = view.peak ? [peak(shown(map, complete(style).sign), photo)] : [];
     this.overlay.replaceChildren(...found.map(({ box }) => rectangle(box)), ...rings.map((at) => ring(at, photo)));
     this.regions.hidden = !view.regions;
@@ -145,11 +144,5 @@ export class Cell {
   }
 }
 
-function svg(name, attributes) {
-  const node = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  return node;
-}
-
-const rectangle = ({ left, top, right, bottom }) => svg("rect", { class: "region", x: left, y: top, width: right - left, height: bottom - top });
-const ring = ({ x, y }, { width, height }) => svg("circle", { class: "peak", cx: x, cy: y, r: Math.max(width, height) / 40 });
+const rectangle = ({ left, top, right, bottom }) => element("rect", { class: "region", x: left, y: top, width: right - left, height: bottom - top });
+const ring = ({ x, y }, { width, height }) => element("circle", { class: "peak", cx: x, cy: y, r: Math.max(width, height) / 40 });

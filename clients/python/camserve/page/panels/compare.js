@@ -1,18 +1,16 @@
-/** Two maps compared: their difference, where only one is strong, and how far they agree, in words. */
-import { choice, fill, framed, h, labelled, segmented } from "../dom.js";
-import { compareMaps, difference, overlap } from "../lib/compare.js";
-import { barValues, complete, drawColorBar, drawMap, shown } from "../lib/draw.js";
-import { onPixels, scalePhoto, valueAt } from "../lib/maps.js";
-import { number, probability } from "../lib/words.js";
+/** Two maps compared: their difference, where only one is hot, and how far they agree, in words and numbers. */
+import { choice, fill, framed, h, labelled, segmented, swatch } from "../dom.js";
+import { agreement, align, compareMaps, difference, overlap } from "../lib/compare.js";
+import { barValues, drawColorBar, drawMap } from "../lib/draw.js";
+import { keep, onPixels, scalePhoto } from "../lib/maps.js";
+import { className, number, probability, targetName, verdictName } from "../lib/words.js";
 import { changed, on, state } from "../state.js";
 import { titleOf } from "./cell.js";
-import { styleOf } from "./look.js";
 
 const MODES = [
   ["difference", "Difference"],
   ["overlap", "Overlap"],
 ];
-const STRONGEST = 0.8; // quantile: the strongest fifth of each map
 const COLOURS = ["", "#2f7de0", "#e2552d", "#f3c545"]; // only A, only B, both
 const WIDTH = 480; // pixels of the picture
 
@@ -23,11 +21,19 @@ export function comparePanel() {
   return body;
 }
 
+/** Return the picked maps; what is not picked is the same map of another model, or else another map. */
 function pair() {
-  const byId = (id) => state.cells.find((cell) => cell.id === id);
-  const [a, b] = state.picks.map(byId);
+  const [a, b] = state.picks.map((id) => state.cells.find((cell) => cell.id === id));
   const first = a ?? state.cells[0];
-  return [first, b ?? state.cells.find((cell) => cell !== first)];
+  return [first, b ?? counterpart(first) ?? state.cells.find((cell) => cell !== first)];
+}
+
+/** Return the map of another model by the same method, for the same target if there is one. */
+function counterpart(cell) {
+  const alike = ({ explanation, index }) =>
+    2 * (targetName(explanation) === targetName(cell.explanation)) + (index === cell.index);
+  const others = state.cells.filter(({ model, explanation }) => model !== cell.model && explanation.method === cell.explanation.method);
+  return others.sort((one, other) => alike(other) - alike(one))[0];
 }
 
 function show() {
@@ -55,33 +61,55 @@ function picker(letter, cell, other) {
   return labelled(`Map ${letter}`, choice(options, cell.id, pick));
 }
 
-/** Return the map of B over the part of the photo that A covers: models may see different parts. Elsewhere it is 0. */
-function registered(a, b) {
-  if (JSON.stringify(a.photo) === JSON.stringify(b.photo)) return b.map;
-  const { left, top, right, bottom } = a.photo.seen;
-  const [height, width] = [Math.max(a.map.height, b.map.height), Math.max(a.map.width, b.map.width)];
-  const data = Float32Array.from({ length: height * width }, (_, index) => {
-    const x = left + (((index % width) + 0.5) / width) * (right - left);
-    const y = top + ((Math.floor(index / width) + 0.5) / height) * (bottom - top);
-    return valueAt(b.map, b.photo, x, y) ?? 0;
-  });
-  return { height, width, data };
-}
-
-/** Return the values of both maps that are shown, over the same part of the photo. */
-function shownPair(a, b) {
-  return [shown(a.map, complete(styleOf(a)).sign), shown(registered(a, b), complete(styleOf(b)).sign)];
-}
+const aligned = (a, b) => keep(a.map, "aligned", b.map, () => align(a, b));
 
 function wordsOf(a, b) {
-  const [first, second] = shownPair(a, b);
-  const { spearman, pearson, iou, text } = compareMaps(first, second);
-  const facts = [
-    ["Rank correlation", number(spearman)],
-    ["Correlation", number(pearson)],
-    ["Overlap of the strongest fifths", Number.isFinite(iou) ? probability(iou) : "–"],
+  const numbers = keep(a.map, "compared", b.map, () => compareMaps(a, b));
+  const { words, facts } = a.model === b.model ? { words: "", facts: [] } : modelsCompared(a, b);
+  const all = [
+    ["Rank correlation", written(numbers.spearman)],
+    ["Overlap of the hottest fifths", probability(numbers.iou)],
+    ["Shift of the centre", written(numbers.shift, " % of the diagonal")],
+    ["SSIM", written(numbers.ssim)],
+    ["Correlation", written(numbers.pearson)],
+    ["KL divergence", written(numbers.kl, " nats")],
+    ...facts,
   ];
-  return [h("p.verdict", text), h("dl.facts", facts.map(([name, value]) => [h("dt", name), h("dd", value)]))];
+  return [
+    h("p.verdict", agreement(numbers.spearman)),
+    words && h("p", words),
+    h("dl.facts", all.map(([name, value]) => [h("dt", name), h("dd", value)])),
+    h("p.hint", "From the raw values, in the part of the photo that both maps cover."),
+  ];
+}
+
+const written = (value, unit = "") => (Number.isFinite(value) ? number(value) + unit : "–");
+
+/** Compare what two models answer: {words, facts}. */
+function modelsCompared(...pair) {
+  const [one, other] = pair.map(({ response }) => response.predictions?.[0]);
+  const [first, second] = pair.map(({ explanation }) => explanation);
+  const [before, after] = [first, second].map(({ verdict }) => verdictName(verdict));
+  const words = [
+    one && other && (isSameClass(one, other) ? `Both predict ${className(one)}.` : `A predicts ${className(one)}, B predicts ${className(other)}.`),
+    isSameClass(first.target, second.target) ? "" : "The maps explain different classes.",
+    before === after ? "" : "The verdict changed.",
+  ];
+  const facts = [
+    ["Score", change(first.score, second.score, number)],
+    ["Probability", change(first.target?.probability, second.target?.probability, probability, (value) => `${(100 * value).toFixed(1)} points`)],
+    ["Verdict", before === after ? `${before}, unchanged` : `${before} → ${after}`],
+  ];
+  return { words: words.filter(Boolean).join(" "), facts };
+}
+
+const isSameClass = (one, other) => (one?.classIndex ?? 0) === (other?.classIndex ?? 0);
+
+/** Describe a change from A to B; the API's JSON leaves out zeros, and NaN is a string. */
+function change(before = 0, after = 0, format, formatChange = format) {
+  const difference = after - before;
+  if (!Number.isFinite(difference)) return "–";
+  return `${format(before)} → ${format(after)} (${difference < 0 ? "−" : "+"}${formatChange(Math.abs(difference))})`;
 }
 
 function draw(canvas, legend, a, b) {
@@ -95,9 +123,10 @@ function draw(canvas, legend, a, b) {
 /** Draw A − B: in raw values with a shared scale, otherwise each divided by its own. */
 function drawDifference(canvas, legend, a, b) {
   const isShared = state.style.scale === "shared";
-  const map = difference(a.map, registered(a, b), isShared ? [1, 1] : [a.scale, b.scale]);
+  const { box, fine } = aligned(a, b);
+  const map = difference(...fine, isShared ? [1, 1] : [a.scale, b.scale]);
   const style = { sign: "both", smooth: state.style.smooth };
-  const scale = drawMap(canvas, map, a.photo, style, { inputSize: a.inputSize });
+  const scale = drawMap(canvas, map, { ...a.photo, seen: box }, style, { inputSize: a.inputSize });
   const bar = h("canvas.colours", { width: 128, height: 1, "aria-hidden": "true" });
   drawColorBar(bar, style);
   const unit = isShared ? "In raw values." : "Each map is divided by its strongest value first.";
@@ -105,28 +134,17 @@ function drawDifference(canvas, legend, a, b) {
 }
 
 function drawOverlap(canvas, legend, a, b) {
-  const [first, second] = shownPair(a, b);
-  const mask = overlap(first, second, STRONGEST);
-  const display = scalePhoto(a.photo, canvas.width, canvas.height);
-  const field = onPixels({ ...mask, data: Float32Array.from(mask.data) }, display, false);
+  const { box, coarse } = aligned(a, b);
+  const mask = overlap(...coarse);
+  const field = onPixels(mask, scalePhoto({ ...a.photo, seen: box }, canvas.width, canvas.height), false);
   const context = canvas.getContext("2d");
-  for (let y = 0; y < field.height; y++) {
-    for (let x = 0; x < field.width; x++) {
-      const colour = COLOURS[field.data[y * field.width + x]];
-      if (!colour) continue;
-      context.fillStyle = colour;
-      context.fillRect(field.left + x, field.top + y, 1, 1);
-    }
-  }
+  field.data.forEach((kind, index) => {
+    context.fillStyle = COLOURS[kind];
+    if (kind) context.fillRect(field.left + (index % field.width), field.top + Math.floor(index / field.width), 1, 1);
+  });
   const share = (kind) => probability(mask.data.filter((value) => value === kind).length / mask.data.length);
   const entries = ["only A", "only B", "both"].map((name, index) => h("li", swatch(COLOURS[index + 1]), `${name}: ${share(index + 1)} of the map`));
-  fill(legend, h("ul.legend", entries), h("p.hint", "Where each map is among its strongest fifth."));
-}
-
-function swatch(colour) {
-  const node = h("span.swatch", { "aria-hidden": "true" });
-  node.style.background = colour;
-  return node;
+  fill(legend, h("ul.legend", entries), h("p.hint", "Where each map is among its hottest fifth."));
 }
 
 on(["results", "picks", "photo"], show);

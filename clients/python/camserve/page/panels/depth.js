@@ -75,7 +75,7 @@ function showChart() {
     xTicks: false,
     onPick: (_, point) => showChannels(point.layer),
   });
-  const pick = choice(MEASURES.map(([key, text]) => [key, text]), measure, (value) => {
+  const pick = choice(MEASURES, measure, (value) => {
     measure = value;
     showChart();
   });

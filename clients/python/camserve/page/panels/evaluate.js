@@ -1,5 +1,5 @@
 /** Which map to believe: measures of the maps on the screen, as a table and as curves. */
-import { fill, h, labelled, problem } from "../dom.js";
+import { fill, h, labelled, option, problem, swatch } from "../dom.js";
 import { lineChart } from "../lib/charts.js";
 import { count, number, targetName } from "../lib/words.js";
 import { mainModel, on, requestFor, state } from "../state.js";
@@ -9,6 +9,7 @@ import { api, guarded, sentence } from "../server.js";
 const FIRST = ["deletion", "insertion", "sparseness"];
 const EDGES = ["left", "top", "right", "bottom"];
 
+const spaced = (name) => name.replaceAll("_", " ");
 const chosen = new Set(FIRST);
 const options = h("div.metrics", { role: "group", "aria-label": "Measures" });
 const box = h("div.edges", { role: "group", "aria-label": "Box of the object, in pixels of the photo", "data-field": "box" });
@@ -24,15 +25,15 @@ export function evaluatePanel() {
 }
 
 function show() {
-  fill(options, state.metrics.map(option));
+  fill(options, state.metrics.map(choiceOf));
   showBox();
   showCost();
 }
 
-function option({ name, summary = "", paper = "", higherIsBetter = false }) {
-  const input = h("input", { type: "checkbox", checked: chosen.has(name), onchange: ({ target }) => toggle(name, target.checked) });
-  const better = higherIsBetter ? "Higher is better." : "Lower is better.";
-  return h("div.option", h("label", { title: paper }, input, h("span", name.replaceAll("_", " "))), h("small.hint", `${summary}. ${better}`));
+const better = (higherIsBetter) => `${higherIsBetter ? "higher" : "lower"} is better`;
+
+function choiceOf({ name, summary = "", paper = "", higherIsBetter = false }) {
+  return option(name, chosen.has(name), toggle, { text: spaced(name), hint: `${summary}: ${better(higherIsBetter)}.`, title: paper });
 }
 
 function toggle(name, isOn) {
@@ -101,7 +102,7 @@ function showReadings({ explained = {}, readings = [] }, metrics) {
 const readingOf = (readings, explanation, name) => readings.find((reading) => (reading.explanation ?? 0) === explanation && reading.metric === name);
 
 function tableOf(names, readings, metrics) {
-  const head = h("tr", h("th", { scope: "col" }, "Map"), metrics.map(({ name, higherIsBetter }) => h("th", { scope: "col" }, `${name.replaceAll("_", " ")} `, h("small", higherIsBetter ? "higher is better" : "lower is better"))));
+  const head = h("tr", h("th", { scope: "col" }, "Map"), metrics.map(({ name, higherIsBetter }) => h("th", { scope: "col" }, `${spaced(name)} `, h("small", better(higherIsBetter)))));
   const bests = metrics.map((metric) => bestOf(metric, readings));
   const rows = names.map((name, index) => h("tr", h("th", { scope: "row" }, name), metrics.map((metric, at) => cellOf(readingOf(readings, index, metric.name), bests[at]))));
   return h("div.scrolls", { tabindex: "0", role: "region", "aria-label": "Readings" }, h("table", h("thead", head), h("tbody", rows)));
@@ -128,9 +129,9 @@ function curvesOf({ name }, names, readings) {
     }));
   });
   if (!series.length) return null;
-  const chart = lineChart({ title: `Curves of ${name}`, description: "One line for each map.", series, xLabel: "Share", yLabel: name.replaceAll("_", " ") });
-  const legend = h("ul.legend", series.map(({ name: text }, index) => h("li", h("span", { class: `swatch series-${index % 6}`, "aria-hidden": "true" }), text)));
-  return h("section", h("h3", name.replaceAll("_", " ")), chart, legend);
+  const chart = lineChart({ title: `Curves of ${name}`, description: "One line for each map.", series, xLabel: "Share", yLabel: spaced(name) });
+  const legend = h("ul.legend", series.map(({ name: text }, index) => h("li", swatch(`var(--series-${index % 6})`), text)));
+  return h("section", h("h3", spaced(name)), chart, legend);
 }
 
 on("models", show);

@@ -1,7 +1,7 @@
 /** Boxes of detected objects and the mask of a segmentation over the photo; a click explains one. */
 import { fill, h } from "../dom.js";
 import { bytesOf, readPhoto } from "../lib/maps.js";
-import { probability } from "../lib/words.js";
+import { className, probability } from "../lib/words.js";
 import { on, state } from "../state.js";
 import { choose, isAsked } from "../targets.js";
 import { clickMode } from "./predictions.js";
@@ -32,7 +32,7 @@ function place(node, { left = 0, top = 0, right = 0, bottom = 0 }, { width, heig
 function boxesOf({ predictions = [] }, photo) {
   const objects = predictions.filter(({ box }) => box);
   return objects.map((prediction) => {
-    const name = prediction.label || `class ${prediction.classIndex ?? 0}`;
+    const name = className(prediction);
     const text = `${name}, ${probability(prediction.probability ?? 0)}`;
     const pick = () => choose(prediction, clickMode());
     const box = h("button.box", { "aria-pressed": String(isAsked(prediction)), "aria-label": `Explain ${text}`, onclick: pick }, h("span", name));

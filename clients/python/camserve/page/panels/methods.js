@@ -1,5 +1,5 @@
 /** The choice of methods, with a form for the parameters of each. Only methods that fit the model can be chosen. */
-import { checkbox, choice, debounced, fill, h, labelled } from "../dom.js";
+import { checkbox, choice, debounced, fill, h, labelled, option } from "../dom.js";
 import { count } from "../lib/words.js";
 import { ask, mainModel, on, state } from "../state.js";
 import { detailsOf } from "../server.js";
@@ -89,15 +89,14 @@ function numberOf({ minimum = 0, maximum = 0, integer = false }, { number = 0 },
 function showGroups() {
   const fits = ({ name, summary = "" }) => `${name} ${summary}`.toLowerCase().includes(filter);
   const found = Object.entries(KINDS).map(([kind, title]) => [title, state.methods.filter((method) => method.kind === kind && fits(method))]);
-  fill(groups, found.filter(([, methods]) => methods.length).map(([title, methods]) => h("div", { role: "group", "aria-label": title }, h("h3", title), methods.map(option))));
+  fill(groups, found.filter(([, methods]) => methods.length).map(([title, methods]) => h("div", { role: "group", "aria-label": title }, h("h3", title), methods.map(choiceOf))));
 }
 
-function option({ name, kind, summary = "", rows = 1, needs = "", layered = false }) {
+function choiceOf({ name, kind, summary = "", rows = 1, needs = "", layered = false }) {
   const refusal = refusalOf({ kind, needs, layered });
-  const isOn = indexOf(name) >= 0;
-  const box = h("input", { type: "checkbox", checked: isOn, disabled: refusal !== "" && !isOn, onchange: ({ target }) => toggle(name, target.checked) });
-  const text = refusal || `${summary}. ${count(rows, "row")}.${needs ? ` Needs ${needs}.` : ""}`;
-  return h("div", { class: refusal ? "option refused" : "option" }, h("label", box, h("span", name)), h("small.hint", text));
+  const refused = refusal !== "";
+  const hint = refusal || `${summary}. ${count(rows, "row")}.${needs ? ` Needs ${needs}.` : ""}`;
+  return option(name, indexOf(name) >= 0, toggle, { hint, disabled: refused, refused });
 }
 
 /** Return why a method does not fit the model, or "". The server refuses what its layers do not show here. */

@@ -1,5 +1,5 @@
 /** The choice of models: one, or several side by side. */
-import { fill, h } from "../dom.js";
+import { fill, h, option } from "../dom.js";
 import { ask, mainModel, on, state } from "../state.js";
 import { detailsOf } from "../server.js";
 
@@ -26,7 +26,7 @@ export function modelsControl() {
 }
 
 function show() {
-  fill(list, state.models.map(option));
+  fill(list, state.models.map(choiceOf));
   const { classes = 0, inputHeight, inputWidth, task, parameters = 0 } = mainModel() ?? {};
   if (!task) return fill(about);
   const size = `${inputWidth} × ${inputHeight} pixels`;
@@ -34,12 +34,10 @@ function show() {
   fill(about, `Input ${size}, output ${kind}, ${(Number(parameters) / 1e6).toFixed(1)} million parameters.`);
 }
 
-function option({ name, state: now, weights, source = "" }) {
-  const isChosen = state.ask.models.includes(name);
+function choiceOf({ name, state: now, weights, source = "" }) {
   const trouble = STATES[now];
-  const text = trouble ?? (weights === "none" ? "has random weights: its maps mean nothing" : "");
-  const box = h("input", { type: "checkbox", checked: isChosen, disabled: Boolean(trouble) && !isChosen, onchange: ({ target }) => choose(name, target.checked) });
-  return h("div.option", h("label", { title: source }, box, h("span", name)), text ? h("small.hint", text) : null);
+  const hint = trouble ?? (weights === "none" ? "has random weights: its maps mean nothing" : "");
+  return option(name, state.ask.models.includes(name), choose, { hint, title: source, disabled: Boolean(trouble) });
 }
 
 async function choose(name, isOn) {

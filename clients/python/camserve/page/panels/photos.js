@@ -1,5 +1,5 @@
 /** The photo: drop, paste, choose, samples, and the row of recent photos. */
-import { byId, fill, h, problem } from "../dom.js";
+import { byId, fill, h, PHOTO_TYPES, problem } from "../dom.js";
 import { changed, state } from "../state.js";
 import { openReceipt } from "./receipts.js";
 import { marksOf } from "./marks.js";
@@ -15,7 +15,7 @@ const THUMBNAIL = 96; // pixels
 const stage = h("div.stage");
 const tray = h("ul.tray", { "aria-label": "Photos" });
 const messages = h("div", { "data-field": "image" });
-const input = h("input.unseen", { type: "file", id: "files", multiple: true, accept: "image/jpeg,image/png,image/webp,image/bmp,.json", onchange: chosen });
+const input = h("input.unseen", { type: "file", id: "files", multiple: true, accept: `${PHOTO_TYPES},.json`, onchange: chosen });
 
 function chosen() {
   take([...input.files]);

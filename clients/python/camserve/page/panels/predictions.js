@@ -1,7 +1,7 @@
 /** The predictions with bars; a click explains one, adds it, or contrasts it with the one that is explained. */
-import { byId, fill, h, segmented } from "../dom.js";
-import { count, probability } from "../lib/words.js";
-import { mainModel, on, state } from "../state.js";
+import { byId, fill, h, segmented, swatch } from "../dom.js";
+import { className, count, probability } from "../lib/words.js";
+import { mainTask, on, state } from "../state.js";
 import { choose, classOf, isAsked } from "../targets.js";
 import { classColour } from "./marks.js";
 
@@ -23,7 +23,7 @@ let showAll = false;
 /** Return what a click on a prediction does: "only", "add" or "contrast". */
 export const clickMode = () => (mode === "contrast" && !hasClasses() ? "only" : mode);
 
-const hasClasses = () => ["classify", "multilabel", "regress"].includes(mainModel()?.task);
+const hasClasses = () => ["classify", "multilabel", "regress"].includes(mainTask());
 
 function draw() {
   const panel = byId("predictions");
@@ -55,7 +55,7 @@ function listOf({ model, response }, index, models) {
 }
 
 const emptyText = () =>
-  mainModel()?.task === "embed" ? "This model returns an embedding, so it has no classes. Choose another photo as target." : "The model found nothing in this photo.";
+  mainTask() === "embed" ? "This model returns an embedding, so it has no classes. Choose another photo as target." : "The model found nothing in this photo.";
 
 function toggleAll() {
   showAll = !showAll;
@@ -63,29 +63,23 @@ function toggleAll() {
 }
 
 function row(prediction, isMain) {
-  const { classIndex = 0, label = "", probability: share = 0, score = 0, area = 0 } = prediction;
-  const isNumber = mainModel()?.task === "regress";
+  const { classIndex = 0, probability: share = 0, score = 0, area = 0 } = prediction;
+  const isNumber = mainTask() === "regress";
   const text = isNumber ? score.toPrecision(3) : probability(share);
   const bar = h("span.bar", { "aria-hidden": "true" });
   bar.style.width = `${Math.max(0.5, 100 * share)}%`;
-  const parts = [bar, swatch(classIndex), h("span.name", label || `class ${classIndex}`), h("span.value", text), area ? h("small", `${probability(area)} of the photo`) : null];
+  const colour = mainTask() === "segment" ? swatch(classIndex ? classColour(classIndex) : "transparent") : null;
+  const parts = [bar, colour, h("span.name", className(prediction)), h("span.value", text), area ? h("small", `${probability(area)} of the photo`) : null];
   const against = state.ask.targets.some(({ contrast }) => contrast?.whyNot?.classIndex === classIndex);
   const pressed = isAsked(prediction) || against || isExplained(classIndex, isMain);
   return h("button", { class: against ? "prediction against" : "prediction", "aria-pressed": String(pressed), onclick: () => choose(prediction, clickMode()) }, parts);
-}
-
-function swatch(classIndex) {
-  if (mainModel()?.task !== "segment") return null;
-  const colour = h("span.swatch", { "aria-hidden": "true" });
-  colour.style.background = classIndex ? classColour(classIndex) : "transparent";
-  return colour;
 }
 
 /** Return true if no target is chosen and a map explains the class, or if a contrast explains it. */
 function isExplained(classIndex, isMain) {
   if (state.ask.targets.length) return state.ask.targets.some((target) => target.contrast && classOf(target) === classIndex);
   const models = state.cells.filter(({ model }) => !isMain || model === state.ask.models[0]);
-  return mainModel()?.task !== "detect" && models.some(({ explanation }) => (explanation.target?.classIndex ?? 0) === classIndex);
+  return mainTask() !== "detect" && models.some(({ explanation }) => (explanation.target?.classIndex ?? 0) === classIndex);
 }
 
 on(["results", "run", "ask"], draw);

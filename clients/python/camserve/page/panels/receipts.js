@@ -1,6 +1,6 @@
 /** Receipts: open one, take over its request, and compare its map with the one that is computed now. */
 import { fill, h, problem } from "../dom.js";
-import { decodeMap } from "../lib/maps.js";
+import { decodeMap, strongest } from "../lib/maps.js";
 import { readReceipt, requestOf } from "../lib/receipt.js";
 import { number } from "../lib/words.js";
 import { ask, changed, on, state } from "../state.js";
@@ -59,10 +59,9 @@ function mapCheck(recorded, map) {
   if (!recorded) return null;
   const before = decodeMap(recorded);
   if (before.height !== map.height || before.width !== map.width) return [false, "", "The map has another size."];
-  const largest = before.data.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
-  const furthest = before.data.reduce((most, value, index) => Math.max(most, Math.abs(value - map.data[index])), 0);
+  const furthest = strongest(before.data.map((value, index) => value - map.data[index]));
   if (furthest === 0) return [true, "The map is the same, bit by bit."];
-  const share = furthest / largest;
+  const share = furthest / strongest(before.data);
   return [share < 1e-3, `The map is the same within ${number(share)} of its largest value.`, `The map differs by up to ${number(share)} of its largest value.`];
 }
 

@@ -1,5 +1,5 @@
 /** The choice of targets: the first predictions, classes found by their labels, or another photo to compare with. */
-import { checkbox, debounced, fill, h, labelled, newId } from "../dom.js";
+import { checkbox, debounced, fill, h, labelled, newId, PHOTO_TYPES } from "../dom.js";
 import { base64Of } from "../lib/maps.js";
 import { ask, mainModel, on, state } from "../state.js";
 import { detailsOf } from "../server.js";
@@ -16,7 +16,7 @@ const listId = newId("labels");
 const list = h("ul.found", { id: listId, role: "listbox", "aria-label": "Classes", hidden: true });
 const search = h("input", { type: "search", placeholder: "Find a class", "aria-label": "Find a class", role: "combobox", "aria-expanded": "false", "aria-controls": listId, "aria-autocomplete": "list", autocomplete: "off", oninput: debounced(find, 100), onkeydown: key });
 const finder = h("div.finder", search, list);
-const other = h("input.unseen", { type: "file", id: newId("other"), accept: "image/jpeg,image/png,image/webp,image/bmp", onchange: otherChosen });
+const other = h("input.unseen", { type: "file", id: newId("other"), accept: PHOTO_TYPES, onchange: otherChosen });
 const similarity = h("div.row", other, h("label.button", { for: other.id }, "Similarity to another photo"));
 
 let labels = [];
