@@ -310,6 +310,9 @@ _layers_option = click.option(
     metavar="NAME",
     help="Layer to explain. Repeatable. Default: the model's default layer.",
 )
+_fusion_option = click.option(
+    "--fusion", type=click.Choice(["mean", "max", "product"]), help="Combine the maps of several layers into one."
+)
 _target_option = click.option(
     "--target",
     type=_parse_target,
@@ -350,9 +353,7 @@ _target_option = click.option(
     '"detection:dog@LEFT,TOP,RIGHT,BOTTOM" or "similarity:OTHER.jpg". Repeatable. Default: the predicted class.',
 )
 @_layers_option
-@click.option(
-    "--fusion", type=click.Choice(["mean", "max", "product"]), help="Combine the maps of several layers into one."
-)
+@_fusion_option
 @click.option(
     "--top-k",
     default=1,
@@ -723,9 +724,7 @@ def evaluate(
     help="Target of both models. Repeatable. Default: the class that the baseline predicts.",
 )
 @_layers_option
-@click.option(
-    "--fusion", type=click.Choice(["mean", "max", "product"]), help="Combine the maps of several layers into one."
-)
+@_fusion_option
 @click.option("--top-k", default=1, show_default=True, metavar="N", help="Number of predicted classes to compare.")
 @click.option(
     "--boxes",

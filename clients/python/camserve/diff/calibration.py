@@ -8,6 +8,7 @@ weights (Adebayo et al. 2018, arXiv:1810.03292, section 3.1). Between the two li
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import random
@@ -16,10 +17,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from camserve import _local, _map_numbers
-from camserve._errors import CamserveError, InvalidArgument
+from camserve._errors import CamserveError, Internal, InvalidArgument
 from camserve._evaluation import Metric
 from camserve._values import Method
 from camserve.diff.record import explain_items
@@ -99,8 +100,12 @@ def load(folder: Path) -> Calibration | None:
             return _decode(json.loads(file.read()))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except KeyError as error:
+        raise InvalidArgument(f"{path} is damaged: it has no {error}") from error
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise InvalidArgument(f"{path} is damaged: {error}") from error
+    except OSError as error:
+        raise InvalidArgument(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _decode(content: Any) -> Calibration:
@@ -111,7 +116,9 @@ def _decode(content: Any) -> Calibration:
 
 
 def _decode_method(content: Any) -> MethodCalibration:
-    lists = (tuple(map(float, content[name])) for name in ("noise", "mirrored", "random"))
+    lists = tuple(tuple(map(float, content[name])) for name in ("noise", "mirrored", "random"))
+    if not all(map(math.isfinite, itertools.chain(*lists))):
+        raise ValueError("a rank correlation is not finite")
     return MethodCalibration(str(content["method"]), str(content["layer"]), *lists)
 
 
@@ -188,6 +195,8 @@ def _result_of(name: str, outcome: Outcome) -> Result:
 
 
 def _add(numbers: _Numbers, photo: RecordedPhoto, kind: str, correlations: Sequence[float]) -> None:
+    if len(correlations) != len(photo.explanations):
+        raise Internal(f"calibration with {photo.name}: the server sent another number of maps than before")
     for explanation, correlation in zip(photo.explanations, correlations, strict=True):
         by_kind = numbers.setdefault((explanation.method, explanation.layer), {})
         if math.isfinite(correlation):
@@ -226,14 +235,19 @@ class _Floor:
         maps = [cast("NDArray[np.float32]", each.heatmap) for each in result.explanations]
         if variant == "mirrored":
             maps = [heatmap[:, ::-1] for heatmap in maps]
-        pairs = zip(photo.explanations, maps, strict=True)
+        pairs = zip(photo.explanations, maps, strict=False)
         _add(numbers, photo, variant, [_map_numbers.rank_correlation(one.heatmap, other) for one, other in pairs])
 
 
 def _pixels(path: Path, side: int) -> NDArray[np.uint8]:
     """Return a photo as uint8 [H, W, 3], its shorter side at most this long: noise on a large one would average out."""
-    with _local.open_regular(path) as file, Image.open(io.BytesIO(file.read()), formats=_FORMATS) as image:
-        upright = ImageOps.exif_transpose(image).convert("RGB")
+    try:
+        with _local.open_regular(path) as file, Image.open(io.BytesIO(file.read()), formats=_FORMATS) as image:
+            upright = ImageOps.exif_transpose(image).convert("RGB")
+    except UnidentifiedImageError as error:
+        raise InvalidArgument(f"calibration with {path}: {_local.NOT_A_PHOTO}") from error
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise InvalidArgument(f"calibration with {path}: {getattr(error, 'strerror', None) or error}") from error
     if min(upright.size) > side:
         ratio = side / min(upright.size)
         size = round(ratio * upright.width), round(ratio * upright.height)
@@ -263,7 +277,8 @@ def _random_weights(
         targets = recording.photo(name).targets
         own: ExplainOptions = {**options, "overlay": None, "heatmap": False, "targets": targets}
         evaluation = client.evaluate(sample.photos[name], metrics=metric, **own)
-        return [reading.curves[0].y[-1] if reading.curves else math.nan for reading in evaluation.readings]
+        curves = [reading.curves[0].y if reading.curves else () for reading in evaluation.readings]
+        return [curve[-1] if curve else math.nan for curve in curves]
 
     pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="evaluate")
     try:

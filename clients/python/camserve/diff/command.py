@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict
 
-from camserve import dataset
+from camserve import _local, dataset
 from camserve._errors import InvalidArgument
 from camserve._targets import to_box
-from camserve.diff import outputs, run
-from camserve.diff.recording import HEADER_FILE
+from camserve.diff import compare, outputs, run
+from camserve.diff.recording import HEADER_FILE, options_of, read_header
 from camserve.diff.values import DiffSettings
-from camserve.terminal import echo, print_table
+from camserve.terminal import brief, echo, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -77,14 +78,28 @@ def accept(open_model: OpenModel, paths: tuple[str, ...], sides: tuple[str, str]
     folder = Path(sides[0])
     if _folder(sides[0]) is None and folder.exists():
         raise InvalidArgument(f"--accept replaces a baseline, and {sides[0]} is none: name its folder")
+    if _folder(sides[1]) is not None:
+        raise InvalidArgument("--accept records a model, not a folder: name a model as the candidate")
     photos = run.photos_in(paths, folder)
-    with ExitStack() as stack, _progress_bars() as stage:
-        model = _open(sides[1], open_model, stack)
-        if isinstance(model, Path):
-            raise InvalidArgument("--accept records a model, not a folder: name a model as the candidate")
-        made = run.accept(photos, model, folder, _settings(flags), stage)
+    compare.check_number(len(photos))
+    settings = _settings(flags)
+    settings = replace(settings, options=_with_those_of(folder, settings.options or {}))
+    with ExitStack() as stack, dataset.locked(folder / run.UNFINISHED), _progress_bars() as stage:
+        model = open_model(sides[1], stack)
+        made = run.accept(photos, model, folder, settings, stage)
     echo(f"{folder} is the new baseline: {len(made.digests):,} photos, explained by {model.name}")
     return SAME
+
+
+def _with_those_of(folder: Path, options: ExplainOptions) -> ExplainOptions:
+    """Return options, with those of the baseline that a folder has, if any, in place of the missing ones."""
+    try:
+        recorded = read_header(folder)
+    except InvalidArgument:  # there is none, or one that this client cannot read
+        return options
+    if "targets" in recorded.options and "targets" not in options:
+        raise InvalidArgument(f"{folder} has targets of its own: name them, as when it was recorded")
+    return {**options_of(recorded), **options}
 
 
 def _open(side: str, open_model: OpenModel, stack: ExitStack) -> Side:
@@ -119,23 +134,24 @@ def _read_boxes(path: Path | None) -> dict[str, Box]:
     if path is None:
         return {}
     try:
-        content = json.loads(path.read_bytes())
+        with _local.open_regular(path) as file:
+            content = json.loads(file.read())
         return {str(name): to_box(edges, f"boxes.{name}") for name, edges in content.items()}
     except (ValueError, AttributeError, RecursionError) as error:
         raise InvalidArgument(f"{path} is not a JSON object of boxes by the name of the photo: {error}") from error
 
 
 def _print(report: Report, output: Path) -> None:
-    echo(outputs.headline(report))
+    echo(brief(outputs.headline(report)))
     for reason in report.reasons:
-        echo(f"  {reason}")
+        echo(f"  {brief(reason)}")
     echo()
     print_table(outputs.CHECK_HEADINGS, outputs.check_rows(report))
     if report.groups:
         echo()
         print_table(outputs.GROUP_HEADINGS, outputs.group_rows(report))
     if report.failures:
-        echo(f"\n{len(report.failures)} photos are left out: see {output / run.REPORT}")
+        echo(f"\n{brief(outputs.left_out(report))}")
     echo(f"\nThe report is {output / run.REPORT}")
 
 

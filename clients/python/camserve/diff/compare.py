@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from camserve import _comparison
-from camserve._errors import FailedPrecondition
+from camserve._errors import FailedPrecondition, InvalidArgument
 from camserve.diff import groups, rule
 from camserve.diff.values import Answer, Case, Change, Failure, Report, Source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from camserve._comparison import Comparison
     from camserve._targets import BoxLike
     from camserve.diff.calibration import Calibration, MethodCalibration
     from camserve.diff.lines import RecordedExplanation, RecordedPhoto
@@ -52,9 +53,29 @@ def report(
         pair = baseline.photo(name), candidate.photo(name)
         predictions.append(_first_class(pair[0]) != _first_class(pair[1]))
         cases += cases_of(*pair, calibration, settings.boxes.get(name))
-    if len(names) < rule.MIN_PHOTOS:
-        raise FailedPrecondition(f"{len(names)} photos are too few to say: at least {rule.MIN_PHOTOS} are needed")
+    check_number(len(names))
     return _decide(sides, cases, predictions, calibration, settings.max_changed, failures)
+
+
+def check_number(photos: int) -> None:
+    """Check that there are enough photos.
+
+    Raises:
+        FailedPrecondition: They are too few.
+    """
+    if photos < rule.MIN_PHOTOS:
+        are = "photo is" if photos == 1 else "photos are"
+        raise FailedPrecondition(f"{photos} {are} too few to say: at least {rule.MIN_PHOTOS} are needed")
+
+
+def check_calibration(calibration: Calibration) -> None:
+    """Check that every method can be calibrated.
+
+    Raises:
+        FailedPrecondition: One cannot.
+    """
+    for method in calibration.methods:
+        rule.scale_of(method)
 
 
 def _decide(
@@ -87,7 +108,8 @@ def _decide(
 
 def _source(name: str, recording: Recording) -> Source:
     header = recording.header
-    return Source(name, header.model, header.weights, header.digest)
+    versions = recording.photo(next(iter(recording.digests))).explanations[0].receipt.versions
+    return Source(name, header.model, header.weights, header.digest, versions)
 
 
 def _first_class(photo: RecordedPhoto) -> int | None:
@@ -106,13 +128,15 @@ def cases_of(
         box: Position of the object.
 
     Raises:
-        FailedPrecondition: A method cannot be calibrated, or the numbers of explanations differ.
+        FailedPrecondition: A method cannot be calibrated, or the explanations cannot be compared.
     """
     scales = {(each.method, each.layer): rule.scale_of(each) for each in calibration.methods}
     if len(before.explanations) != len(after.explanations):
         raise FailedPrecondition(f"{before.name}: the models have different numbers of explanations")
     for index, (one, other) in enumerate(zip(before.explanations, after.explanations, strict=True)):
-        comparison = _comparison.compare(one, other, box)
+        if (one.method, one.layer) not in scales:
+            raise FailedPrecondition(f"the baseline's calibration lacks {one.method} {one.layer}".rstrip())
+        comparison = _compare(before.name, one, other, box)
         floor, _, ceiling = scales[one.method, one.layer]
         case = Case(
             image=before.name,
@@ -128,6 +152,13 @@ def cases_of(
             places=(groups.place_of(one.heatmap, one.photo), groups.place_of(other.heatmap, other.photo)),
         )
         yield replace(case, change=_change(case, same_class=_first_class(before) == _first_class(after)))
+
+
+def _compare(name: str, one: RecordedExplanation, other: RecordedExplanation, box: BoxLike | None) -> Comparison:
+    try:
+        return _comparison.compare(one, other, box)
+    except InvalidArgument as error:
+        raise FailedPrecondition(f"{name}: {error.message}") from error
 
 
 def _answer(photo: RecordedPhoto, explanation: RecordedExplanation) -> Answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from camserve._result import Explanation, Result
     from camserve._targets import TargetLike
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -115,10 +118,9 @@ def _plain_explanation(explanation: Explanation) -> dict[str, Any]:
 
 def _plain_map(heatmap: NDArray[np.float32]) -> dict[str, Any]:
     """Divide a map by its largest absolute value, so that float16 keeps three digits of a map of any magnitude."""
-    largest = float(np.abs(heatmap).max())
-    scale = largest if np.isfinite(largest) and largest > 0 else 1.0
-    with np.errstate(over="ignore"):
-        values = (heatmap / np.float32(scale)).astype("<f2")
+    finite = heatmap[np.isfinite(heatmap)]
+    scale = float(np.abs(finite).max(initial=0)) or 1.0
+    values = (heatmap / np.float32(scale)).astype("<f2")
     height, width = heatmap.shape
     data = base64.b64encode(values.tobytes()).decode()
     return {"height": height, "width": width, "scale": scale, "data": data}
@@ -137,7 +139,7 @@ def key_of(line: bytes, place: str) -> tuple[str, str]:
     content = _load(line, place)
     name, digest = content.get("photo"), content.get("sha256")
     if not isinstance(name, str) or not isinstance(digest, str):
-        raise InvalidArgument(f"{place}: damaged")
+        raise InvalidArgument(f"{place} is damaged: it names no photo")
     return name, digest
 
 
@@ -149,32 +151,45 @@ def decode(line: bytes, place: str) -> RecordedPhoto:
     """
     content = _load(line, place)
     try:
-        photo = _photo(content["geometry"])
-        return RecordedPhoto(
-            name=content["photo"],
-            sha256=content["sha256"],
-            photo=photo,
-            predictions=tuple(map(_prediction, content["predictions"])),
-            explanations=tuple(_explanation(each, photo) for each in content["explanations"]),
-            thumbnail=base64.b64decode(content["thumbnail"], validate=True),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, InvalidArgument) as error:
-        raise InvalidArgument(f"{place}: damaged ({error})") from error
+        return _recorded_photo(content)
+    except KeyError as error:
+        raise InvalidArgument(f"{place} is damaged: it has no {error}") from error
+    except (TypeError, ValueError, AttributeError, OverflowError, InvalidArgument) as error:
+        raise InvalidArgument(f"{place} is damaged: {error}") from error
+
+
+def _recorded_photo(content: dict[str, Any]) -> RecordedPhoto:
+    photo = _photo(content["geometry"])
+    explanations = tuple(_explanation(each, photo) for each in content["explanations"])
+    if not explanations:
+        raise ValueError("it has no explanation")
+    return RecordedPhoto(
+        name=content["photo"],
+        sha256=content["sha256"],
+        photo=photo,
+        predictions=tuple(map(_prediction, content["predictions"])),
+        explanations=explanations,
+        thumbnail=base64.b64decode(content["thumbnail"], validate=True),
+    )
 
 
 def _load(line: bytes, place: str) -> dict[str, Any]:
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{place}: damaged ({error})") from error
+        raise InvalidArgument(f"{place} is damaged: {error}") from error
     if not isinstance(content, dict):
-        raise InvalidArgument(f"{place}: damaged")
+        raise InvalidArgument(f"{place} is damaged: it is not a JSON object")
     return cast("dict[str, Any]", content)
 
 
 def _photo(content: dict[str, Any]) -> Photo:
     seen = Box(**{edge: float(value) for edge, value in content["seen"].items()})
-    return Photo(int(content["width"]), int(content["height"]), seen)
+    width, height = int(content["width"]), int(content["height"])
+    edges = (seen.left, seen.top, seen.right, seen.bottom)
+    if min(width, height) < 1 or not all(map(math.isfinite, edges)):
+        raise ValueError("the geometry of the photo is invalid")
+    return Photo(width, height, seen)
 
 
 def _prediction(content: dict[str, Any]) -> Prediction:
@@ -201,6 +216,8 @@ def _explanation(content: dict[str, Any], photo: Photo) -> RecordedExplanation:
 
 def _map(content: dict[str, Any]) -> NDArray[np.float32]:
     values = np.frombuffer(base64.b64decode(content["data"], validate=True), "<f2")
-    shaped = values.reshape(int(content["height"]), int(content["width"]))
-    heatmap: NDArray[np.float32] = shaped.astype(np.float32) * np.float32(content["scale"])
+    height, width, scale = int(content["height"]), int(content["width"]), float(content["scale"])
+    if min(height, width) < 1 or values.size != height * width or not 0 < scale <= _LARGEST:
+        raise ValueError("a map is invalid")
+    heatmap: NDArray[np.float32] = values.astype(np.float32).reshape(height, width) * np.float32(scale)
     return heatmap

@@ -21,8 +21,9 @@ CHECK_HEADINGS: Final = ("method", "layer", "maps", "rank correlation", "own map
 GROUP_HEADINGS: Final = ("finding", "", "photos", "worst")
 
 _EXAMPLES = 3  # photos that are named for each group
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-_MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+.!|~-])")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # in names of files that are not UTF-8; other parsers refuse it
+_NOT_XML = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+.!|~:@$-])")
 
 
 def headline(report: Report) -> str:
@@ -32,6 +33,14 @@ def headline(report: Report) -> str:
     if report.changed:
         return f"{names} differ on {photos}"
     return f"{names} look at the same on {photos}"
+
+
+def left_out(report: Report) -> str:
+    """Return a sentence about the photos that are left out."""
+    count = len(report.failures)
+    photos = "1 photo is" if count == 1 else f"{count:,} photos are"
+    first = report.failures[0]
+    return f"{photos} left out, because one of the models could not explain it: {first.image}: {first.message}"
 
 
 def to_json(report: Report) -> bytes:
@@ -50,7 +59,8 @@ def to_json(report: Report) -> bytes:
         "failures": list(map(asdict, report.failures)),
         "cases": list(map(_plain_case, report.cases)),
     }
-    return json.dumps(_without_nan(content), indent=1, ensure_ascii=False, allow_nan=False).encode()
+    text = json.dumps(_without_nan(content), indent=1, ensure_ascii=False, allow_nan=False)
+    return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text).encode()
 
 
 def _plain_case(case: Case) -> dict[str, Any]:
@@ -183,7 +193,7 @@ def to_markdown(report: Report) -> str:
     if report.groups:
         parts += ["", *_markdown_table(GROUP_HEADINGS, group_rows(report))]
     if report.failures:
-        parts += ["", f"{len(report.failures)} photos are left out, because one of the models could not explain them."]
+        parts += ["", _markdown(left_out(report))]
     return "\n".join(parts) + "\n"
 
 

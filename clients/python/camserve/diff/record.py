@@ -53,14 +53,13 @@ def record(
     if baseline is not None:
         options = {**options, **_THUMBNAIL}
     items = (_item(name, path, baseline) for name, path in photos.items())
-    with closing(explain_items(client, items, options)) as outcomes:
+    with closing(recording), closing(explain_items(client, items, options)) as outcomes:
         for name, outcome in zip(photos, outcomes, strict=True):
             if isinstance(outcome, CamserveError):
                 failures[name] = outcome
             else:
                 recording.append(name, outcome)
             on_photo()
-    recording.close()
     return failures
 
 
@@ -81,8 +80,8 @@ def _checked(outcome: Outcome) -> Outcome:
         if is_request_error(outcome):
             raise outcome
         return outcome
-    if not outcome.explanations:
-        raise Internal("the server sent no explanation")
+    if not outcome.explanations or any(each.heatmap is None for each in outcome.explanations):
+        raise Internal("the server sent no map")
     return outcome
 
 

@@ -7,9 +7,11 @@ process that is killed loses at most its last line.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -22,7 +24,7 @@ from camserve.diff import lines
 from camserve.v1 import explain_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Generator, Iterable, Mapping
     from pathlib import Path
     from typing import BinaryIO, Self
 
@@ -35,14 +37,16 @@ PHOTOS_FILE: Final = "photos.jsonl"
 CALIBRATION_FILE: Final = "calibration.json"
 FORMAT: Final = "camserve recording 1"
 _FORMAT_NAME = "camserve recording "
+_SHOWN = 100  # characters of a value in an error
+_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
 _COMPARED = {
-    "methods": "methods",
-    "layers": "layers",
-    "fusion": "fusions",
-    "targets": "targets",
-    "topK": "numbers of explained classes",
+    "methods": ("methods", "methods"),
+    "layers": ("layers", "layers"),
+    "fusion": ("fusion", "fusions"),
+    "targets": ("targets", "targets"),
+    "top_k": ("topK", "numbers of explained classes"),
 }
-"""Fields of a request in protobuf's JSON, in the order of the errors, and their names there."""
+"""Options in the order of the errors: their names in protobuf's JSON, and in the errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +93,18 @@ class Header:
         """SHA-256 of the header."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
-    def check_options(self, options: Mapping[str, Any]) -> None:
+    def check_options(self, options: Mapping[str, Any], chosen: Collection[str] = tuple(_COMPARED)) -> None:
         """Check that options are those of this recording.
+
+        Args:
+            options: The options, as from ``plain_options``.
+            chosen: Names of the options to check, as in ``ExplainOptions``.
 
         Raises:
             FailedPrecondition: They differ.
         """
-        for name, words in _COMPARED.items():
+        for option in chosen:
+            name, words = _COMPARED[option]
             recorded, other = self.options.get(name), options.get(name)
             if recorded != other:
                 raise FailedPrecondition(
@@ -141,9 +150,13 @@ def plain_options(options: _codec.ExplainOptions) -> dict[str, Any]:
     """Return the options that change a map, as values for JSON.
 
     Raises:
-        InvalidArgument: An option is out of range.
+        InvalidArgument: An option is out of range, or a method or a layer is named twice.
     """
     message = _codec.ExplainRequestBuilder(**options).request()
+    methods = [(method.name, method.augmentation_smoothing, method.eigen_smoothing) for method in message.methods]
+    for named in (methods, message.layers):
+        if len(set(named)) < len(named):
+            raise InvalidArgument("a method or a layer is named twice: compare them one at a time")
     for name in ("model", "rendering", "max_predictions"):
         message.ClearField(name)
     plain: dict[str, Any] = json_format.MessageToDict(message)
@@ -152,7 +165,7 @@ def plain_options(options: _codec.ExplainOptions) -> dict[str, Any]:
 
 def _brief(value: Any) -> str:
     text = json.dumps(value) if value is not None else "the default"
-    return text if len(text) <= 100 else f"{text[:99]}…"  # noqa: PLR2004 -- characters of an error
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
 class Recording:
@@ -170,7 +183,9 @@ class Recording:
         self.folder = folder
         self.header = header
         self.digests: dict[str, str] = {}
-        self._offsets: dict[str, tuple[int, int]] = {}
+        self._places: dict[str, tuple[int, int, int]] = {}
+        """Start, length and number of the line of each photo."""
+        self._lines = 0
         self._file: BinaryIO | None = None
 
     @classmethod
@@ -178,9 +193,14 @@ class Recording:
         """Open a recording to append to; start a new one if the folder has none with this header.
 
         Raises:
-            OSError: The folder cannot be written.
+            InvalidArgument: The recording is damaged.
+            OSError: The folder is a link, or cannot be written.
         """
+        for own in (folder.parent, folder):
+            if own.is_symlink():
+                raise OSError(errno.EINVAL, "is a link", str(own))
         folder.mkdir(parents=True, exist_ok=True)
+        _local.remove_temporary_files(folder)
         try:
             existing = read_header(folder)
         except InvalidArgument:
@@ -191,7 +211,7 @@ class Recording:
             content = {"format": FORMAT, **asdict(header)}
             _local.write(folder / HEADER_FILE, json.dumps(content, indent=2, ensure_ascii=False).encode())
         recording = cls(folder, header)
-        recording._scan(repair=True)
+        recording._repair()
         return recording
 
     @classmethod
@@ -202,19 +222,21 @@ class Recording:
             InvalidArgument: The folder has no recording, one of a newer format, or a damaged one.
         """
         recording = cls(folder, read_header(folder))
-        recording._scan(repair=False)
+        path = folder / PHOTOS_FILE
+        with _readable(path), suppress(FileNotFoundError), _local.open_regular(path) as file:
+            if recording._scan(file) < os.fstat(file.fileno()).st_size:
+                raise InvalidArgument(f"{path} ends within a line: record it again")
         return recording
 
     def append(self, name: str, result: Result) -> None:
         """Add the explanations of a photo."""
         line = lines.encode(name, result)
         if self._file is None:
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
-            self._file = _local.open_regular(self.folder / PHOTOS_FILE, flags, "ab")
+            self._file = _local.open_regular(self.folder / PHOTOS_FILE, _APPEND, "ab")
         start = self._file.seek(0, os.SEEK_END)
         self._file.write(line)
         self._file.flush()
-        self._note(line, start, name)
+        self._note(line, start)
 
     def photo(self, name: str) -> RecordedPhoto:
         """Return the explanations of a photo.
@@ -222,10 +244,24 @@ class Recording:
         Raises:
             InvalidArgument: The line is damaged.
         """
-        start, length = self._offsets[name]
-        with self._open() as file:
+        start, length, number = self._places[name]
+        path = self.folder / PHOTOS_FILE
+        with _readable(path), _local.open_regular(path) as file:
             file.seek(start)
-            return lines.decode(file.read(length), f"{self.folder / PHOTOS_FILE}, {name}")
+            return lines.decode(file.read(length), f"{path}, line {number},")
+
+    def compact(self, names: Iterable[str]) -> None:
+        """Keep the lines of these photos only, in this order: no line of another photo, or of an older file.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        path = self.folder / PHOTOS_FILE
+        with _local.open_regular(path) as file, _local.replacing(path) as compacted:
+            for name in names:
+                start, length, _ = self._places[name]
+                file.seek(start)
+                compacted.write(file.read(length))
 
     def close(self) -> None:
         """Close the file that lines are appended to."""
@@ -233,30 +269,43 @@ class Recording:
             self._file.close()
             self._file = None
 
-    def _note(self, line: bytes, start: int, place: str) -> None:
-        name, digest = lines.key_of(line, f"{self.folder / PHOTOS_FILE}, {place}")
+    def _note(self, line: bytes, start: int) -> None:
+        self._lines += 1
+        name, digest = lines.key_of(line, f"{self.folder / PHOTOS_FILE}, line {self._lines},")
         self.digests[name] = digest
-        self._offsets[name] = (start, len(line))
+        self._places[name] = (start, len(line), self._lines)
 
-    def _open(self) -> BinaryIO:
-        return _local.open_regular(self.folder / PHOTOS_FILE)
+    def _scan(self, file: BinaryIO) -> int:
+        """Find the line of each photo; return the end of the last complete one."""
+        end = 0
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            self._note(line, end)
+            end += len(line)
+        return end
 
-    def _scan(self, *, repair: bool) -> None:
-        """Find the line of each photo; with ``repair``, cut off an incomplete last line."""
+    def _repair(self) -> None:
+        """Find the line of each photo, and cut off an incomplete last line."""
         path = self.folder / PHOTOS_FILE
         if not path.exists():
             return
-        end = 0
-        with self._open() as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break
-                self._note(line, end, f"line {number}")
-                end += len(line)
-        if end < path.stat().st_size:
-            if not repair:
-                raise InvalidArgument(f"{path} ends within a line: record it again")
-            os.truncate(path, end)
+        with _local.open_regular(path, _APPEND, "r+b") as file:
+            try:
+                file.truncate(self._scan(file))
+            except InvalidArgument as error:
+                raise InvalidArgument(f"{error.message}; delete {self.folder} to start again") from error
+
+
+@contextmanager
+def _readable(path: Path) -> Generator[None, None, None]:
+    """Raise an InvalidArgument for a file that is there, but cannot be read."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise InvalidArgument(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def read_header(folder: Path) -> Header:
@@ -267,7 +316,7 @@ def read_header(folder: Path) -> Header:
     """
     path = folder / HEADER_FILE
     try:
-        with _local.open_regular(path) as file:
+        with _readable(path), _local.open_regular(path) as file:
             content = json.loads(file.read())
     except FileNotFoundError as error:
         raise InvalidArgument(f"{folder} is no baseline: it has no {HEADER_FILE}") from error
@@ -282,8 +331,8 @@ def _decode_header(content: dict[str, Any], path: Path) -> Header:
     form = content.pop("format", None)
     if form != FORMAT:
         if isinstance(form, str) and form.startswith(_FORMAT_NAME):
-            reads = f"this client reads {FORMAT!r}"
-            raise InvalidArgument(f"{path} has the format {_brief(form)}; {reads}: update it, or record a new baseline")
+            advice = f"this client reads {FORMAT!r}: update camserve, or record a new baseline"
+            raise InvalidArgument(f"{path} has the format {form[:_SHOWN]!r}; {advice}")
         raise InvalidArgument(f'{path} is not a recording: its "format" is not {FORMAT!r}')
     types = dict.fromkeys(Header.__dataclass_fields__, str) | {"classes": int, "options": dict}
     if content.keys() != types.keys() or any(not isinstance(content[name], kind) for name, kind in types.items()):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from camserve import _files, _local
 from camserve._errors import FailedPrecondition, InvalidArgument
@@ -19,6 +20,7 @@ from camserve.diff.values import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from io import BufferedReader
 
     from camserve._codec import ExplainOptions
     from camserve._errors import CamserveError
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     Stage: TypeAlias = Callable[[str, int], Callable[[], object]]
 
 REPORT: Final = "index.html"
+UNFINISHED: Final = ".new"
+"""Folder of an unfinished baseline, in that of the baseline."""
+
 SUMMARY_VARIABLE: Final = "GITHUB_STEP_SUMMARY"
 _RECORDINGS = "recordings"
 _NAMED = 3  # photos that are named in an error
@@ -61,15 +66,19 @@ def photos_in(paths: Iterable[str], output: Path) -> dict[str, Path]:
     """Return the photos that paths name, by their names: paths relative to a named folder, otherwise file names.
 
     Raises:
-        InvalidArgument: There are no photos, or two have the same name.
+        InvalidArgument: There are no photos, one is not below its folder, or two have the same name.
     """
     photos: dict[str, Path] = {}
     for path in paths:
-        images, _ = _files.images_in([path], output)
+        if "://" in path:
+            raise InvalidArgument(f"{path} is a URI: name a folder of this machine")
+        images, outside = _files.images_in([path], output)
+        if outside:
+            raise InvalidArgument(f"{outside[0]} is a link out of its folder: name the folder that it leads to")
         for image in images:
             name = image.relative_to(path).as_posix() if Path(path).is_dir() else image.name
             if name in photos:
-                raise InvalidArgument(f"{photos[name]} and {image} have the same name: put them into one folder")
+                raise InvalidArgument(f"{photos[name]} and {image} have the same name: name a folder that has both")
             photos[name] = image
     return photos
 
@@ -94,10 +103,14 @@ def run(
         OSError: The report cannot be written.
     """
     baseline, candidate = sides
+    compare.check_number(len(photos))
     session = _Session(photos, _digests(photos), output / _RECORDINGS, settings, stage)
-    first = session.open_baseline(baseline)
-    second = session.open_candidate(candidate, first)
+    # What cannot be compared is refused before anything is explained, which may take an hour.
+    headers = session.headers(baseline, candidate)
+    first = session.open_baseline(baseline, headers[0])
     measured = session.calibration(baseline, first)
+    compare.check_calibration(measured)
+    second = session.open_candidate(candidate, headers[1], first)
     left_out = {failure.image for failure in session.failures}
     report = compare.report(
         ((_name(baseline), first), (_name(candidate), second)),
@@ -125,27 +138,26 @@ def accept(
         CamserveError: The model cannot explain the photos.
         OSError: The folder cannot be written.
     """
-    work = folder.parent / f".{folder.name}.new"
+    work = folder / UNFINISHED  # on the same file system, so that its files can be moved
     session = _Session(photos, _digests(photos), work, settings, stage)
-    made = session.open_baseline(model)
-    session.calibration(model, made).save(made.folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    made = session.open_baseline(model, session.header(model))
+    session.calibration(model, made)
+    made.compact(name for name in photos if name in made.digests)
     # Without its header a folder is no baseline: a process that is killed here leaves none, not a mixture of two.
     (folder / recording.HEADER_FILE).unlink(missing_ok=True)
     for name in (recording.PHOTOS_FILE, recording.CALIBRATION_FILE, recording.HEADER_FILE):
         (made.folder / name).replace(folder / name)
-    for empty in (made.folder, work):
-        empty.rmdir()
+    shutil.rmtree(work, ignore_errors=True)
     return Recording.load(folder)
 
 
 def _digests(photos: Mapping[str, Path]) -> dict[str, str]:
-    return {name: hashlib.sha256(_read(path)).hexdigest() for name, path in photos.items()}
+    return {name: _digest(path) for name, path in photos.items()}
 
 
-def _read(path: Path) -> bytes:
+def _digest(path: Path) -> str:
     with _local.open_regular(path) as file:
-        return file.read()
+        return hashlib.file_digest(cast("BufferedReader", file), "sha256").hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,32 +180,49 @@ class _Session:
     stage: Stage
     failures: list[Failure] = field(default_factory=list["Failure"])
 
-    def open_baseline(self, side: Side) -> Recording:
+    def header(self, side: LiveModel) -> Header:
+        """Return the header of a baseline of these options."""
+        return Header.of(side.client.model(side.model), recording.plain_options(self.settings.options or {}))
+
+    def headers(self, baseline: Side, candidate: Side) -> tuple[Header, Header]:
+        """Return the headers of both sides.
+
+        Raises:
+            FailedPrecondition: The sides cannot be compared.
+        """
+        if isinstance(baseline, LiveModel):
+            first = self.header(baseline)
+        else:
+            first = recording.read_header(baseline)
+            given = self.settings.options or {}
+            first.check_options(recording.plain_options(given), given)
+        if isinstance(candidate, LiveModel):
+            second = Header.of(candidate.client.model(candidate.model), first.options, first)
+        else:
+            second = recording.read_header(candidate)
+            first.check_options(second.options)
+        first.check_classes(second)
+        return first, second
+
+    def open_baseline(self, side: Side, header: Header) -> Recording:
         """Return the recording of the baseline; explain the photos that it lacks."""
         if isinstance(side, LiveModel):
-            options = self.settings.options or {}
-            header = Header.of(side.client.model(side.model), recording.plain_options(options))
-            return self._record(side, Recording.create(self.folder / "baseline", header), options, None)
+            made = Recording.create(self.folder / "baseline", header)
+            return self._record(side, made, self.settings.options or {}, None)
         loaded = self._load(side)
-        if self.settings.options is not None:
-            loaded.header.check_options(recording.plain_options(self.settings.options))
         unknown = [name for name in self.photos if name not in loaded.digests]
         if unknown and not self.settings.skip_failed:
             raise FailedPrecondition(f"{_some(unknown)} {_are(unknown)} not in {side}: record it again with --accept")
         self.failures.extend(Failure(name, "baseline", "the baseline has no such photo") for name in unknown)
         return loaded
 
-    def open_candidate(self, side: Side, baseline: Recording) -> Recording:
+    def open_candidate(self, side: Side, header: Header, baseline: Recording) -> Recording:
         """Return the recording of the candidate, with the targets of the baseline; explain the photos that it lacks."""
         if isinstance(side, LiveModel):
-            header = Header.of(side.client.model(side.model), baseline.header.options, baseline.header)
-            baseline.header.check_classes(header)
             made = Recording.create(self.folder / "candidate", header)
             return self._record(side, made, recording.options_of(baseline.header), baseline)
         loaded = self._load(side)
-        baseline.header.check_options(loaded.header.options)
-        baseline.header.check_classes(loaded.header)
-        if unknown := [name for name in baseline.digests if name not in loaded.digests]:
+        if unknown := [name for name in self.photos if name in baseline.digests and name not in loaded.digests]:
             raise FailedPrecondition(f"{_some(unknown)} {_are(unknown)} not in {side}")
         return loaded
 
@@ -211,19 +240,22 @@ class _Session:
     ) -> Recording:
         skipped = {failure.image for failure in self.failures}
         names = [name for name in self.photos if name not in skipped and made.digests.get(name) != self.digests[name]]
+        if any(name in made.digests for name in names):  # a file has changed, and may be in the sample
+            (made.folder / recording.CALIBRATION_FILE).unlink(missing_ok=True)
         step = self.stage(f"explaining with {side.name}", len(names))
         photos = {name: self.photos[name] for name in names}
         errors = record(side.client, made, photos, {**options, "model": side.model}, baseline, step)
         self._note_failures(errors, side.name, "candidate" if baseline else "baseline")
+        if changed := [name for name in names if name not in errors and made.digests[name] != self.digests[name]]:
+            raise FailedPrecondition(f"{_some(changed)} changed while the photos were explained: run it again")
         return made
 
     def _note_failures(self, errors: Mapping[str, CamserveError], side: str, role: str) -> None:
         if errors and not self.settings.skip_failed:
             name, error = next(iter(errors.items()))
             count = f"{len(errors)} of {len(self.photos)} photos"
-            raise FailedPrecondition(
-                f"{side} cannot explain {count}, such as {name}: {error}; --skip-failed leaves them out"
-            )
+            advice = "--skip-failed leaves such photos out"
+            raise FailedPrecondition(f"{side} cannot explain {count}: {name}: {error}; {advice}")
         self.failures.extend(Failure(name, role, str(error)) for name, error in errors.items())
 
     def calibration(self, side: Side, baseline: Recording) -> Calibration:
@@ -233,7 +265,7 @@ class _Session:
             if known is None:
                 raise FailedPrecondition(f"{side} has no calibration: record it again with --accept")
             return known
-        photos = {name: self.photos[name] for name in baseline.digests if name in self.photos}
+        photos = {name: path for name, path in self.photos.items() if baseline.digests.get(name) == self.digests[name]}
         sample = Sample.of(photos, self.settings.sample, self.settings.seed)
         if known is not None and (known.photos, known.seed) == (sample.names, sample.seed):
             return known
@@ -254,14 +286,16 @@ def _are(names: list[str]) -> str:
 
 
 def _write(report: Report, sides: tuple[Recording, Recording], output: Path) -> None:
+    others = {"junit.xml": outputs.to_junit(report), "report.json": outputs.to_json(report)}
+
     def pictures(case: Case) -> html.Pictures:
         before, after = (side.photo(case.image) for side in sides)
         one, other = before.explanations[case.index], after.explanations[case.index]
         return html.Pictures(after.thumbnail, (one.photo, other.photo), (one.heatmap, other.heatmap))
 
     html.write(output / REPORT, report, pictures)
-    _local.write(output / "junit.xml", outputs.to_junit(report))
-    _local.write(output / "report.json", outputs.to_json(report))
+    for name, data in others.items():
+        _local.write(output / name, data)
     if summary := os.environ.get(SUMMARY_VARIABLE):
         with suppress(OSError), Path(summary).open("a", encoding="utf-8") as file:
             file.write(outputs.to_markdown(report))

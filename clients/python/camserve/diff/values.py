@@ -81,7 +81,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one side says about a case.
+    """Answer of one side to a case.
 
     Attributes:
         prediction: The class that the model predicts first; None for a model without predictions.
