@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import io
+import re
 import shutil
 import signal
 import socket
@@ -249,17 +250,123 @@ def test_methods_that_do_not_fit_cannot_be_chosen(page):
     assert page.get_by_role("checkbox", name="guided_backprop", exact=True).is_disabled()
 
 
-def test_comparison_of_a_map_with_itself_is_perfect(page):
+def facts_of(page):
+    """Return the texts of a comparison, by their names."""
+    names, texts = (page.locator(f".facts {tag}").all_text_contents() for tag in ("dt", "dd"))
+    return dict(zip(names, texts, strict=True))
+
+
+def numbers_in(text):
+    return [float(part.replace("−", "-")) for part in re.findall(r"[−+]?\d+\.?\d*(?:e[−]?\d+)?", text)]
+
+
+def chosen_maps(page):
+    return [page.get_by_label(f"Map {letter}").locator("option:checked").text_content() for letter in "AB"]
+
+
+def test_numbers_of_two_models_equal_those_of_the_client(page, client):
+    models = ("efficientnet_lite0", "vit")
+    results = [client.explain(PHOTOS["chelsea"], model=model, overlay=None) for model in models]
+    (one,), (other,) = (result.explanations for result in results)
+    truth = one.compare(other)
     choose_photo(page)
-    add_method(page, "layercam", maps=2)
-    facts = page.locator(".facts dd")
-    assert float(facts.first.text_content()) < 1
-    page.get_by_role("checkbox", name="layercam", exact=True).uncheck()
-    explained(page)
     page.get_by_role("checkbox", name="vit", exact=True).check()
     explained(page, maps=2)
-    page.get_by_role("button", name="Overlap").click()
-    assert page.locator(".legend li").count() == 3
+
+    facts = {name: numbers_in(text) for name, text in facts_of(page).items()}
+    expected = {
+        "Rank correlation": [truth.spearman],
+        "Overlap of the hottest fifths": [100 * truth.iou],
+        "Shift of the centre": [truth.shift],
+        "SSIM": [truth.ssim],
+        "Correlation": [truth.pearson],
+        "KL divergence": [truth.kl],
+        "Score": [one.score, other.score, truth.score_change],
+        "Probability": [100 * one.target.probability, 100 * other.target.probability, 100 * truth.probability_change],
+        "Verdict": [],
+    }
+    assert set(facts) == set(expected)
+    for name, numbers in expected.items():
+        assert facts[name] == pytest.approx(numbers, rel=0.006, abs=0.051 if "%" in facts_of(page)[name] else 0), name
+    labels = [result.predictions[0].label for result in results]
+    assert page.get_by_text(f"A predicts {labels[0]}, B predicts {labels[1]}.").is_visible()
+
+
+def test_second_model_is_compared_by_the_same_method(page):
+    choose_photo(page)
+    add_method(page, "layercam", maps=2)
+    assert all(text.endswith("Egyptian cat") for text in chosen_maps(page))
+    assert "Score" not in facts_of(page)
+    page.get_by_role("checkbox", name="vit", exact=True).check()
+    explained(page, maps=4)
+    first, second = chosen_maps(page)
+    assert (first.split()[0], second.split()[0]) == ("gradcam", "gradcam")
+    assert (first.endswith("efficientnet_lite0"), second.endswith("vit")) == (True, True)
+    page.get_by_label("Map A").select_option(index=1)
+    wait_until(lambda: chosen_maps(page)[0].startswith("layercam"))
+    assert chosen_maps(page)[1] == second
+
+
+def test_comparison_of_a_model_with_itself_is_perfect(opened):
+    with serving(models=("efficientnet_lite0", "again=efficientnet_lite0"), http_address="0") as served:
+        page = opened(port=served.http_port)
+        page.wait_for_selector("[data-status=ready]")
+        choose_photo(page)
+        page.get_by_role("checkbox", name="again", exact=True).check()
+        explained(page, maps=2)
+        assert page.get_by_text("Both predict Egyptian cat.", exact=True).is_visible()
+        facts = facts_of(page)
+        score, probability = facts.pop("Score"), facts.pop("Probability")
+        assert (score.endswith("(+0)"), probability.endswith("(+0.0 points)")) == (True, True)
+        assert facts == {
+            "Rank correlation": "1.00",
+            "Overlap of the hottest fifths": "100.0 %",
+            "Shift of the centre": "0 % of the diagonal",
+            "SSIM": "1.00",
+            "Correlation": "1.00",
+            "KL divergence": "0 nats",
+            "Verdict": "Readable, unchanged",
+        }
+        page.get_by_role("button", name="Overlap").click()
+        only_a, only_b, _ = page.locator(".legend li").all_text_contents()
+        assert (only_a, only_b) == ("only A: 0.0 % of the map", "only B: 0.0 % of the map")
+
+
+BLIND = """
+import torch
+from robustness.nets import tiny
+
+
+def blind():
+    model = tiny()
+    torch.nn.init.constant_(model[0].weight, 0)
+    torch.nn.init.constant_(model[0].bias, -1)
+    return model
+
+
+def bright():
+    model = tiny()
+    for layer in (model[0], model[4]):
+        torch.nn.init.constant_(layer.weight, 1)
+    return model
+"""
+
+
+def test_numbers_of_a_map_without_evidence_are_dashes(opened, tmp_path, monkeypatch):
+    (tmp_path / "eyes.py").write_text(BLIND)
+    monkeypatch.syspath_prepend(tmp_path)
+    with serving(models=("bright=eyes:bright?size=32", "blind=eyes:blind?size=32"), http_address="0") as served:
+        page = opened(port=served.http_port)
+        page.wait_for_selector("[data-status=ready]")
+        choose_photo(page)
+        page.get_by_role("checkbox", name="blind", exact=True).check()
+        explained(page, maps=2)
+        facts = facts_of(page)
+        undefined = ("Rank correlation", "Shift of the centre", "SSIM", "Correlation", "KL divergence")
+        assert [facts[name] for name in undefined] == ["–"] * 5
+        assert facts["Verdict"] == "Readable → Flat"
+        assert "The verdict changed." in page.locator("#panel-compare").text_content()
+        assert not re.search(r"NaN|undefined|\?", page.locator("#panel-compare").text_content())
 
 
 def test_chart_of_layers_shows_channels(page, client):

@@ -27,12 +27,13 @@ HOTTEST: Final = 0.2
 class Comparison:
     """Difference between two explanations of one photo, a baseline and a candidate.
 
-    The maps are compared over the part of the photo that both models see, with their raw, signed values. A
-    number is NaN if it is undefined: for a map with values that are not finite, a correlation with a map that is
-    constant, or the centre of a map without positive values.
+    The maps are compared over the part of the photo that both models see, with their raw, signed values. Ranks are
+    compared on the coarser of the two grids, reduced to at most 16 cells along each axis. A number is NaN if it is
+    undefined: for a map with values that are not finite, a correlation with a map that is constant, or the centre of
+    a map without positive values.
 
     Attributes:
-        spearman: Spearman's rank correlation of the cells, -1 to 1, on the coarser of the two grids.
+        spearman: Spearman's rank correlation of the cells, -1 to 1, on the coarser grid.
             Adebayo et al. 2018, arXiv:1810.03292, section 3.
         iou_curve: Intersection over union of the hottest cells of both maps, 0 to 1, for each share of
             ``SHARES``, on the coarser grid. After the top-k intersection of Ghorbani et al. 2019,

@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from camserve._picture import Box, onto_photo
+from camserve._picture import Box, Photo, onto_photo
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
-
-    from camserve._picture import Photo
 
     Values = NDArray[np.float64]
 
 SHARES: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
 """Shares of the hottest cells that are compared."""
+
+RANKED_CELLS: Final = 16
+"""Most cells along an axis of the grid on which ranks are compared: single pixels of a gradient are mostly noise."""
 
 UNDEFINED: Final[dict[str, Any]] = {
     **dict.fromkeys(("spearman", "shift", "ssim", "pearson", "kl"), math.nan),
@@ -27,6 +28,7 @@ UNDEFINED: Final[dict[str, Any]] = {
 }
 """The numbers of maps that cannot be compared."""
 
+_WHOLE = Photo(1, 1, Box(0.0, 0.0, 1.0, 1.0))
 _KL_EPSILON = 1e-7  # limits the divergence to 16 nats, where the candidate has no evidence
 _SSIM_SIDE, _SSIM_SIGMA = 11, 1.5  # window, in cells
 _SSIM_CONSTANTS = ((0.01 * 2) ** 2, (0.03 * 2) ** 2)  # for values from -1 to 1
@@ -61,19 +63,26 @@ def _aligned(
 ) -> tuple[tuple[Values, ...], tuple[Values, ...]]:
     """Return both maps over the common part: on the coarser and on the finer of their grids, along each axis."""
     maps = tuple(heatmap.astype(np.float64) for heatmap in heatmaps)
-    if maps[0].shape == maps[1].shape and photos[0].seen == photos[1].seen:
+    on_one_grid = maps[0].shape == maps[1].shape and photos[0].seen == photos[1].seen
+    if on_one_grid and max(maps[0].shape) <= RANKED_CELLS:
         return maps, maps
     boxes = [photo.seen for photo in photos]
     rows = [(heatmap.shape[0], box.top, box.bottom) for heatmap, box in zip(maps, boxes, strict=True)]
     columns = [(heatmap.shape[1], box.left, box.right) for heatmap, box in zip(maps, boxes, strict=True)]
-    coarse_fine: list[tuple[Values, ...]] = []
-    for choose, weigh in ((min, _area_weights), (max, _bilinear_weights)):
-        height = choose(_cells_between(common.top, common.bottom, *axis) for axis in rows)
-        width = choose(_cells_between(common.left, common.right, *axis) for axis in columns)
+    heights = [_cells_between(common.top, common.bottom, *axis) for axis in rows]
+    widths = [_cells_between(common.left, common.right, *axis) for axis in columns]
+
+    def resample(height: int, width: int, weigh: Callable[..., Values]) -> tuple[Values, ...]:
         y = [weigh(np.linspace(common.top, common.bottom, height + 1), *axis) for axis in rows]
         x = [weigh(np.linspace(common.left, common.right, width + 1), *axis) for axis in columns]
-        coarse_fine.append(tuple(down @ values @ across.T for down, values, across in zip(y, maps, x, strict=True)))
-    return coarse_fine[0], coarse_fine[1]
+        # Rounded, so that equal values stay equal, whatever the last bits of their sums.
+        return tuple(
+            (down @ values @ across.T).astype(np.float32).astype(np.float64)
+            for down, values, across in zip(y, maps, x, strict=True)
+        )
+
+    coarse = resample(min(*heights, RANKED_CELLS), min(*widths, RANKED_CELLS), _area_weights)
+    return coarse, maps if on_one_grid else resample(max(heights), max(widths), _bilinear_weights)
 
 
 def _cells_between(low: float, high: float, cells: int, start: float, end: float) -> int:
@@ -100,11 +109,11 @@ def _bilinear_weights(edges: Values, cells: int, start: float, end: float) -> Va
 
 
 def rank_correlation(first: NDArray[np.float32], second: NDArray[np.float32]) -> float:
-    """Return Spearman's rank correlation of two maps on one grid; NaN if one is constant or not finite."""
+    """Return Spearman's rank correlation of two maps of the same part of a photo; NaN as for ``compare``."""
     if not (np.isfinite(first).all() and np.isfinite(second).all()):
         return math.nan
-    one, other = (_ranks(values.astype(np.float64)) for values in (first, second))
-    return _correlation(one, other)
+    coarse, _ = _aligned((first, second), (_WHOLE, _WHOLE), _WHOLE.seen)
+    return _correlation(*map(_ranks, coarse))
 
 
 def _ranks(values: Values) -> Values:
@@ -134,7 +143,7 @@ def _hottest(values: Values, share: float) -> NDArray[np.bool_]:
 
 def _iou(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> float:
     union = np.count_nonzero(first | second)
-    return np.count_nonzero(first & second) / union if union else math.nan
+    return float(np.count_nonzero(first & second) / union) if union else math.nan
 
 
 def _centre_of_mass(values: Values, box: Box) -> tuple[float, float]:
@@ -187,7 +196,7 @@ def _divergence(baseline: Values, candidate: Values) -> float:
     if not all(totals):
         return math.nan
     p, q = (values / total for values, total in zip(positive, totals, strict=True))
-    return float((p * np.log(_KL_EPSILON + p / (q + _KL_EPSILON))).sum())
+    return max(float((p * np.log(_KL_EPSILON + p / (q + _KL_EPSILON))).sum()), 0.0)
 
 
 def share_in_box(heatmap: NDArray[np.float32], photo: Photo, box: Box) -> float:

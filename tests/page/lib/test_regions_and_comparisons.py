@@ -1,10 +1,13 @@
-"""Regions and comparisons of maps equal those of scikit-image, SciPy and the server."""
+"""Regions and comparisons of maps equal those of scikit-image, the server and the Python client."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from scipy import stats
 from skimage import measure
 
+from camserve import _comparison, _map_numbers
+from camserve._picture import Box, Photo
 from camserve_server.imaging import scales
 from camserve_server.imaging.values import Rendering
 from page.lib.maps_data import array, heatmap, signed
@@ -33,9 +36,8 @@ def oracle(values, share, sign):
         for each in measure.regionprops(measure.label(mask, connectivity=2), intensity_image=strengths):
             top, left, bottom, right = each.bbox
             box = {"left": left, "top": top, "right": right, "bottom": bottom}
-            total = each.image_intensity.sum()
-            found.append((box, int(each.area), total / strengths.sum(), each.intensity_max))
-    return sorted(found, key=lambda one: -one[2])
+            found.append((box, each.image_intensity.sum() / strengths.sum()))
+    return sorted(found, key=lambda one: -one[1])
 
 
 @pytest.mark.parametrize("name", MAPS)
@@ -50,14 +52,11 @@ def test_regions_equal_those_of_scikit_image(js, name, sign, share):
     def key(region):
         return tuple(region["box"].values())
 
-    by_box = {tuple(box.values()): (area, share, most) for box, area, share, most in expected}
+    by_box = {tuple(box.values()): part for box, part in expected}
     assert [key(each) for each in sorted(found, key=key)] == sorted(by_box)
     for each in found:
-        area, part, most = by_box[key(each)]
-        assert each["area"] == area
-        np.testing.assert_allclose(each["share"], part, rtol=1e-5)
-        np.testing.assert_allclose(abs(each["peakValue"]), most, rtol=1e-6)
-    np.testing.assert_allclose([each["share"] for each in found], [one[2] for one in expected], rtol=1e-5)
+        np.testing.assert_allclose(each["share"], by_box[key(each)], rtol=1e-5)
+    np.testing.assert_allclose([each["share"] for each in found], [part for _, part in expected], rtol=1e-5)
 
 
 def test_regions_are_in_the_pixels_of_the_photo(js):
@@ -67,8 +66,7 @@ def test_regions_are_in_the_pixels_of_the_photo(js):
     style = {"threshold": {"value": 1}}
     (found,) = js(REGIONS, heat=heatmap(values), photo=photo, style=style, size=(4, 4))
 
-    assert found["box"] == {"left": 100, "top": 25, "right": 125, "bottom": 50}
-    assert (found["area"], found["peak"], found["peakValue"], found["share"]) == (625, {"x": 112.5, "y": 37.5}, 2, 1)
+    assert found == {"box": {"left": 100, "top": 25, "right": 125, "bottom": 50}, "share": 1}
 
 
 def test_only_the_largest_regions_are_returned(js):
@@ -76,43 +74,96 @@ def test_only_the_largest_regions_are_returned(js):
     found = js(code, heat=heatmap(MAPS["noise"]), photo=GRID, style={}, size=SIZE)
     expected = oracle(MAPS["noise"], 0.8, "positive")
 
-    np.testing.assert_allclose([each["share"] for each in found], [one[2] for one in expected[:3]], rtol=1e-5)
+    np.testing.assert_allclose([each["share"] for each in found], [part for _, part in expected[:3]], rtol=1e-5)
 
 
+SQUARE = (20, 0, 80, 60)  # the crop of a model
+COARSE, FINE = np.maximum(signed(7, 7), 0), np.maximum(signed(14, 12, 1), 0)
 PAIRS = {
-    "noise": (signed(7, 7), signed(7, 7, 1)),
-    "ties": (np.round(signed(9, 8)), np.round(signed(9, 8, 1))),
-    "same": (signed(7, 7), 3 * signed(7, 7) + 1),
+    "same grid": (signed(7, 7), signed(7, 7, 1)),
+    "itself": (signed(12, 14), signed(12, 14)),
     "opposite": (signed(7, 7), -signed(7, 7)),
+    "shares of half a cell": (signed(5, 10), signed(5, 10, 1)),
+    "many cells": (signed(40, 30), signed(40, 30, 1) + signed(40, 30)),
+    "mostly zero": (np.maximum(signed(14, 14) - 3, 0), np.maximum(signed(9, 9, 1) - 3, 0)),
+    "finer grid": (COARSE, FINE),
+    "coarser grid": (FINE, COARSE),
+    "taller and wider": (signed(14, 5), signed(9, 30, 1)),
+    "zero": (np.zeros((7, 7)), FINE),
+    "both zero": (np.zeros((7, 7)), np.zeros((7, 7))),
+    "negative": (-COARSE - 0.5, FINE),
+    "not a number": (np.where(np.eye(7), np.nan, 1), signed(7, 7)),
+    "infinite": (signed(7, 7), np.where(np.eye(7), -np.inf, 1)),
+    "ties": (np.round(signed(9, 8)), np.round(signed(9, 8, 1))),
+    "constant": (np.ones((7, 7)), signed(7, 7)),
+    "both constant": (np.ones((7, 7)), np.full((7, 7), 2)),
 }
+SEEN = {
+    "same part": ((0, 0, 90, 60), (0, 0, 90, 60)),
+    "part of the other's": (SQUARE, (0, 0, 90, 60)),
+    "parts that overlap": ((0, 0, 60, 60), (30.5, 10, 90, 60)),
+}
+COMPARE = """
+const cell = ([heat, photo]) => ({ map: maps.decodeMap(heat), photo: maps.readPhoto(photo) });
+return compare.compareMaps(cell(a), cell(b));
+"""
+PYTHON_NAMES = {"iouCurve": "iou_curve"}
+
+
+def explained(values, seen):
+    """Return a map as an explanation of a photo of 90 × 60 pixels, of which the model sees a box."""
+    photo = Photo(90, 60, Box(*seen))
+    target = SimpleNamespace(probability=0.5, class_index=1)
+    return SimpleNamespace(heatmap=np.asarray(values, np.float32), photo=photo, score=1, target=target, verdict="OK")
+
+
+def cell(values, seen):
+    """Return the same as JSON of the API, without zeros."""
+    box = {edge: at for edge, at in zip(("left", "top", "right", "bottom"), seen, strict=True) if at}
+    return heatmap(values), {"width": 90, "height": 60, "seen": box}
+
+
+def assert_numbers_are_equal(js, pair, seen):
+    """Compare all numbers of two maps with those of the Python client."""
+    both = list(zip(pair, seen, strict=True))
+    expected = _comparison.compare(*(explained(*each) for each in both))
+    found = js(COMPARE, a=cell(*both[0]), b=cell(*both[1]))
+    for name, value in found.items():
+        numbers = np.array(value, np.float64)  # JSON has null for NaN
+        truth = getattr(expected, PYTHON_NAMES.get(name, name))
+        np.testing.assert_allclose(numbers, truth, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_correlations_equal_those_of_scipy(js, name):
-    one, other = PAIRS[name]
-    found = js("return compare.compareMaps(maps.decodeMap(a), maps.decodeMap(b))", a=heatmap(one), b=heatmap(other))
-
-    np.testing.assert_allclose(found["spearman"], stats.spearmanr(one.ravel(), other.ravel()).statistic, atol=1e-9)
-    expected = stats.pearsonr(one.ravel().astype(np.float64), other.ravel().astype(np.float64)).statistic
-    np.testing.assert_allclose(found["pearson"], expected, atol=1e-9)
-    strong = [(values >= np.quantile(values, 0.8)) & (values > 0) for values in (one, other)]
-    assert found["iou"] == (strong[0] & strong[1]).sum() / (strong[0] | strong[1]).sum()
+@pytest.mark.parametrize("parts", SEEN)
+def test_numbers_equal_those_of_the_python_client(js, name, parts):
+    assert_numbers_are_equal(js, PAIRS[name], SEEN[parts])
 
 
-def test_constant_map_has_no_correlation(js):
-    found = js(
-        "return compare.compareMaps(maps.decodeMap(a), maps.decodeMap(b))",
-        a=heatmap(np.ones((3, 3))),
-        b=heatmap(signed(3, 3)),
-    )
+def test_every_number_of_two_maps_is_compared(js):
+    found = js(COMPARE, a=cell(COARSE, SQUARE), b=cell(FINE, SQUARE))
+
+    assert set(_map_numbers.UNDEFINED) == {PYTHON_NAMES.get(key, key) for key in found} - {"iou"}
+    assert list(_map_numbers.SHARES) == js("return compare.SHARES")
+
+
+@pytest.mark.parametrize("value", [0.1, 0.7, 3])
+def test_constant_map_on_another_grid_has_no_correlation(js, value):
+    found = js(COMPARE, a=cell(np.full((7, 7), value), SQUARE), b=cell(signed(4, 5), SQUARE))
 
     assert (found["spearman"], found["pearson"]) == (None, None)
-    assert found["text"] == "One of the maps is constant, so they cannot be compared."
 
 
 @pytest.mark.parametrize(
     ("rho", "words"),
-    [(0.95, "almost alike"), (0.7, "in the main"), (0.4, "in part"), (0, "little"), (-0.8, "contradict")],
+    [
+        (0.95, "almost alike"),
+        (0.7, "in the main"),
+        (0.4, "in part"),
+        (0, "little"),
+        (-0.8, "contradict"),
+        (None, "constant or not finite"),
+    ],
 )
 def test_agreement_is_described_in_words(js, rho, words):
     assert words in js("return compare.agreement(rho)", rho=rho)
@@ -132,3 +183,24 @@ def test_overlap_tells_the_cells_of_one_map_from_those_of_both(js):
     found = js("return compare.overlap(maps.decodeMap(a), maps.decodeMap(b), 0.5)", a=heatmap(one), b=heatmap(other))
 
     np.testing.assert_array_equal(array(found), [[3, 1, 2, 0]])
+
+
+@pytest.mark.parametrize("name", ["same grid", "mostly zero", "coarser grid", "zero", "negative", "not a number"])
+@pytest.mark.parametrize("share", _map_numbers.SHARES)
+def test_overlap_has_the_hottest_cells_of_the_python_client(js, name, share):
+    pair = PAIRS[name]
+    found = js(
+        "return compare.overlap(maps.decodeMap(a), maps.decodeMap(b), share)",
+        a=heatmap(pair[0]),
+        b=heatmap(pair[1]),
+        share=share,
+    )
+    parts = [explained(values, SQUARE) for values in pair]
+    coarse, _ = _map_numbers._aligned(
+        [each.heatmap for each in parts], [each.photo for each in parts], parts[0].photo.seen
+    )
+    expected = [
+        _map_numbers._hottest(values, share).reshape(values.shape) & np.isfinite(values).all() for values in coarse
+    ]
+
+    np.testing.assert_array_equal(array(found), expected[0] + 2 * expected[1])

@@ -1,8 +1,8 @@
 """Calibration: how much the baseline's maps change although nothing important did, and if everything did.
 
-The *floor* compares the baseline's maps with those of the same photos with a little noise, and mirrored, where methods
-with random numbers also get another seed. The *ceiling* compares them with the maps of the same network with random
-weights (Adebayo et al. 2018, arXiv:1810.03292, section 3.1). Between the two lies every candidate.
+The *floor* compares the baseline's maps with those of the same photos with a little noise; methods with random numbers
+also get another seed. The *ceiling* compares them with the maps of the same network with random weights (Adebayo et al.
+2018, arXiv:1810.03292, section 3.1). Between the two lies every candidate.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ NOISE: Final = 0.02
 
 _SIZE = 1.2  # shorter side of a photo that gets noise, in sides of the model's input
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
-_VARIANTS = ("noise", "mirrored")
-_THREADS = 8  # that wait for evaluations
+_DRAWS = 2  # of the noise, for each photo
+_THREADS = 2  # that wait for evaluations: a server limits the rows that are under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +56,13 @@ class MethodCalibration:
     Attributes:
         method: Name of the method, with its smoothing.
         layer: Name of the layer; empty for methods without one.
-        noise: With noisy photos.
-        mirrored: With mirrored photos, whose maps are mirrored back.
-        random: With random weights.
+        noise: With noisy photos: the floor.
+        random: With random weights: the ceiling.
     """
 
     method: str
     layer: str
     noise: tuple[float, ...]
-    mirrored: tuple[float, ...]
     random: tuple[float, ...]
 
 
@@ -75,11 +73,13 @@ class Calibration:
     Attributes:
         seed: Seed of the sample and of the noise.
         photos: Names of the photos of the sample.
+        predictions_changed: Share of the noisy photos whose predicted class is another one.
         methods: One for each method and layer.
     """
 
     seed: int
     photos: tuple[str, ...]
+    predictions_changed: float
     methods: tuple[MethodCalibration, ...]
 
     def save(self, folder: Path) -> None:
@@ -112,11 +112,14 @@ def _decode(content: Any) -> Calibration:
     if content.pop("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT!r}")
     methods = tuple(_decode_method(each) for each in content["methods"])
-    return Calibration(int(content["seed"]), tuple(map(str, content["photos"])), methods)
+    changed = float(content["predictions_changed"])
+    if not 0 <= changed <= 1:
+        raise ValueError("the share of changed predictions is not between 0 and 1")
+    return Calibration(int(content["seed"]), tuple(map(str, content["photos"])), changed, methods)
 
 
 def _decode_method(content: Any) -> MethodCalibration:
-    lists = tuple(tuple(map(float, content[name])) for name in ("noise", "mirrored", "random"))
+    lists = tuple(tuple(map(float, content[name])) for name in ("noise", "random"))
     if not all(map(math.isfinite, itertools.chain(*lists))):
         raise ValueError("a rank correlation is not finite")
     return MethodCalibration(str(content["method"]), str(content["layer"]), *lists)
@@ -168,23 +171,38 @@ def calibrate(
     model = client.model(options.get("model") or "")
     floor = _Floor(recording, sample, side=round(_SIZE * max(model.input_height, model.input_width)))
     numbers: _Numbers = {}
-    pairs = [(name, variant) for variant in _VARIANTS for name in sample.names]
-    outcomes = explain_items(client, (floor.item(*pair) for pair in pairs), options)
-    for (name, variant), outcome in zip(pairs, outcomes, strict=True):
-        floor.compare(recording.photo(name), _result_of(name, outcome), variant, numbers)
+    draws = [(name, draw) for draw in range(_DRAWS) for name in sample.names]
+    changed: list[bool] = []
+    outcomes = explain_items(client, (floor.item(*each) for each in draws), options)
+    for (name, _), outcome in zip(draws, outcomes, strict=True):
+        photo, result = recording.photo(name), _result_of(name, outcome)
+        changed.append(first_class(photo) != first_class(result))
+        _add(numbers, photo, "noise", _correlations(photo, result))
         on_photo()
     for name, correlations in _random_weights(client, recording, options, sample):
         _add(numbers, recording.photo(name), "random", correlations)
         on_photo()
     methods = [
-        MethodCalibration(*key, *(tuple(by_kind.get(kind, ())) for kind in (*_VARIANTS, "random")))
+        MethodCalibration(*key, *(tuple(by_kind.get(kind, ())) for kind in ("noise", "random")))
         for key, by_kind in numbers.items()
     ]
-    return Calibration(sample.seed, sample.names, tuple(methods))
+    return Calibration(sample.seed, sample.names, float(np.mean(changed)), tuple(methods))
 
 
 _Numbers = dict[tuple[str, str], dict[str, list[float]]]
 """Rank correlations by method and layer, and by kind."""
+
+
+def first_class(answer: Result | RecordedPhoto) -> int | None:
+    """Return the class that a model predicts first; None for a model without predictions."""
+    return answer.predictions[0].class_index if answer.predictions else None
+
+
+def _correlations(photo: RecordedPhoto, result: Result) -> list[float]:
+    """Return the rank correlations of the maps of a changed photo with those of the photo."""
+    maps = [cast("NDArray[np.float32]", explanation.heatmap) for explanation in result.explanations]
+    pairs = zip(photo.explanations, maps, strict=False)
+    return [_map_numbers.rank_correlation(recorded.heatmap, heatmap) for recorded, heatmap in pairs]
 
 
 def _result_of(name: str, outcome: Outcome) -> Result:
@@ -205,7 +223,7 @@ def _add(numbers: _Numbers, photo: RecordedPhoto, kind: str, correlations: Seque
 
 @dataclass(frozen=True, slots=True)
 class _Floor:
-    """The changes of photos that should not change an explanation.
+    """Changes of photos that should not change an explanation.
 
     Attributes:
         recording: The recording.
@@ -217,26 +235,14 @@ class _Floor:
     sample: Sample
     side: int
 
-    def item(self, name: str, variant: str) -> ImageWithOptions:
-        """Return the request for a changed photo."""
+    def item(self, name: str, draw: int) -> ImageWithOptions:
+        """Return the request for a photo with noise; methods with a seed get another one."""
         pixels = _pixels(self.sample.photos[name], self.side)
-        if variant == "mirrored":
-            pixels = pixels[:, ::-1]
-        else:
-            generator = np.random.default_rng([self.sample.seed, self.sample.names.index(name)])
-            noisy = pixels + generator.normal(0, 255 * NOISE, pixels.shape)
-            pixels = noisy.round().clip(0, 255).astype(np.uint8)
+        generator = np.random.default_rng([self.sample.seed, draw, self.sample.names.index(name)])
+        noisy = pixels + generator.normal(0, 255 * NOISE, pixels.shape)
         photo = self.recording.photo(name)
-        methods = _with_other_seeds(photo)
-        return {"image": np.ascontiguousarray(pixels), "methods": methods, "targets": photo.targets}
-
-    def compare(self, photo: RecordedPhoto, result: Result, variant: str, numbers: _Numbers) -> None:
-        """Compare the maps of a changed photo with those of the photo."""
-        maps = [cast("NDArray[np.float32]", each.heatmap) for each in result.explanations]
-        if variant == "mirrored":
-            maps = [heatmap[:, ::-1] for heatmap in maps]
-        pairs = zip(photo.explanations, maps, strict=False)
-        _add(numbers, photo, variant, [_map_numbers.rank_correlation(one.heatmap, other) for one, other in pairs])
+        methods = _with_other_seeds(photo, draw + 1)
+        return {"image": noisy.round().clip(0, 255).astype(np.uint8), "methods": methods, "targets": photo.targets}
 
 
 def _pixels(path: Path, side: int) -> NDArray[np.uint8]:
@@ -255,11 +261,11 @@ def _pixels(path: Path, side: int) -> NDArray[np.uint8]:
     return np.asarray(upright)
 
 
-def _with_other_seeds(photo: RecordedPhoto) -> list[Method]:
+def _with_other_seeds(photo: RecordedPhoto, step: int) -> list[Method]:
     """Return the methods of a photo, each with another seed if it has one."""
     methods: list[Method] = []
     for receipt in (explanation.receipt for explanation in photo.explanations):
-        other = {"seed": float(receipt.parameters["seed"]) + 1} if "seed" in receipt.parameters else {}
+        other = {"seed": float(receipt.parameters["seed"]) + step} if "seed" in receipt.parameters else {}
         smoothing = receipt.augmentation_smoothing, receipt.eigen_smoothing
         method = Method(receipt.method, {**receipt.parameters, **other}, *smoothing)
         if method not in methods:

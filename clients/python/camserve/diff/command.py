@@ -77,7 +77,7 @@ def accept(open_model: OpenModel, paths: tuple[str, ...], sides: tuple[str, str]
     """Record a model as the new baseline; the arguments are those of ``diff``."""
     folder = Path(sides[0])
     if _folder(sides[0]) is None and folder.exists():
-        raise InvalidArgument(f"--accept replaces a baseline, and {sides[0]} is none: name its folder")
+        raise InvalidArgument(f"--accept writes to the folder of --baseline, and {sides[0]} is a file")
     if _folder(sides[1]) is not None:
         raise InvalidArgument("--accept records a model, not a folder: name a model as the candidate")
     photos = run.photos_in(paths, folder)

@@ -11,6 +11,7 @@ import numpy as np
 from camserve import _comparison
 from camserve._errors import FailedPrecondition, InvalidArgument
 from camserve.diff import groups, rule
+from camserve.diff.calibration import first_class
 from camserve.diff.values import Answer, Case, Change, Failure, Report, Source
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from camserve.diff.lines import RecordedExplanation, RecordedPhoto
     from camserve.diff.recording import Recording
     from camserve.diff.values import DiffSettings
-
-_MIDDLE = 0.5  # position that is as near to the ceiling as to the floor
 
 
 def report(
@@ -51,7 +50,7 @@ def report(
     predictions: list[bool] = []
     for name in names:
         pair = baseline.photo(name), candidate.photo(name)
-        predictions.append(_first_class(pair[0]) != _first_class(pair[1]))
+        predictions.append(first_class(pair[0]) != first_class(pair[1]))
         cases += cases_of(*pair, calibration, settings.boxes.get(name))
     check_number(len(names))
     return _decide(sides, cases, predictions, calibration, settings.max_changed, failures)
@@ -90,8 +89,8 @@ def _decide(
     checks = tuple(_check(cases, each, max_changed) for each in calibration.methods)
     changed = rule.bootstrap(predictions, np.mean)
     reasons = [reason for each in checks for reason in each.reasons]
-    if changed.value > max_changed:
-        reasons.append(f"the predicted class differs for {changed.value:.0%} of the photos; {max_changed:.0%} may be")
+    if reason := rule.check_predictions(predictions, calibration.predictions_changed, max_changed):
+        reasons.append(reason)
     return Report(
         _source(*sides[0]),
         _source(*sides[1]),
@@ -110,10 +109,6 @@ def _source(name: str, recording: Recording) -> Source:
     header = recording.header
     versions = recording.photo(next(iter(recording.digests))).explanations[0].receipt.versions
     return Source(name, header.model, header.weights, header.digest, versions)
-
-
-def _first_class(photo: RecordedPhoto) -> int | None:
-    return photo.predictions[0].class_index if photo.predictions else None
 
 
 def cases_of(
@@ -151,7 +146,7 @@ def cases_of(
             change=Change.NONE,
             places=(groups.place_of(one.heatmap, one.photo), groups.place_of(other.heatmap, other.photo)),
         )
-        yield replace(case, change=_change(case, same_class=_first_class(before) == _first_class(after)))
+        yield replace(case, change=_change(case, same_class=first_class(before) == first_class(after)))
 
 
 def _compare(name: str, one: RecordedExplanation, other: RecordedExplanation, box: BoxLike | None) -> Comparison:
@@ -169,14 +164,14 @@ def _answer(photo: RecordedPhoto, explanation: RecordedExplanation) -> Answer:
 def _change(case: Case, *, same_class: bool) -> Change:
     if not same_class:
         return Change.PREDICTION
-    if case.position > _MIDDLE:
+    if case.position > rule.MIDDLE:
         return Change.ELSEWHERE
     return Change.VERDICT if case.comparison.verdict_changed else Change.NONE
 
 
 def _is_elsewhere(case: Case) -> bool:
     """Return True for a map that is nearer to the ceiling, or that cannot be compared because its verdict changed."""
-    return case.position > _MIDDLE or (math.isnan(case.position) and case.comparison.verdict_changed)
+    return case.position > rule.MIDDLE or (math.isnan(case.position) and case.comparison.verdict_changed)
 
 
 def _severity(case: Case) -> tuple[bool, float]:

@@ -103,8 +103,9 @@ def to_junit(report: Report) -> bytes:
         if check.changed:
             _failure(element, "rule", "; ".join(check.reasons))
     predictions = ET.SubElement(suite, "testcase", classname="check", name="predicted classes")
-    if report.predictions_changed.value > report.max_changed:
-        _failure(predictions, str(Change.PREDICTION), report.reasons[-1])
+    of_maps = {reason for check in report.checks for reason in check.reasons}
+    if others := [reason for reason in report.reasons if reason not in of_maps]:
+        _failure(predictions, str(Change.PREDICTION), "; ".join(others))
     for case in sorted(report.cases, key=lambda case: (case.image, case.index)):
         _add_case(suite, case, failed=report.changed)
     counts = {"tests": len(suite), "failures": len(suite.findall("testcase/failure")), "errors": 0, "skipped": 0}

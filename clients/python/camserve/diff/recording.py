@@ -163,9 +163,20 @@ def plain_options(options: _codec.ExplainOptions) -> dict[str, Any]:
     return plain
 
 
-def _brief(value: Any) -> str:
-    text = json.dumps(value) if value is not None else "the default"
+def _brief(value: object) -> str:
+    """Return an option in a few words: methods and layers by their names, if that is all."""
+    if value is None:
+        return "the default"
+    parts = cast("list[object]", value) if isinstance(value, list) else [value]
+    names = [part if isinstance(part, str) else _name_alone(part) for part in parts]
+    text = ", ".join(names) if all(names) else json.dumps(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+
+
+def _name_alone(method: object) -> str:
+    """Return the name of a method without parameters and smoothing; otherwise an empty text."""
+    fields = cast("dict[str, object]", method) if isinstance(method, dict) else {}
+    return str(fields["name"]) if list(fields) == ["name"] else ""
 
 
 class Recording:

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 MIN_PHOTOS: Final = 10
 """Fewest photos of a diff: with fewer, no rule can tell a change from chance."""
 
+MIDDLE: Final = 0.5
+"""Position that is as near to the ceiling as to the floor."""
+
 _FLOOR_QUANTILE = 0.05
+_TEST_LEVEL = 0.01
 _RESAMPLES = 1000
 _LEVEL = 0.95
 
@@ -31,7 +35,7 @@ def scale_of(calibration: MethodCalibration) -> tuple[float, float, float]:
     Raises:
         FailedPrecondition: The floor cannot be told from the ceiling.
     """
-    floor = [*calibration.noise, *calibration.mirrored]
+    floor = calibration.noise
     name = _name(calibration)
     if not floor or not calibration.random:
         raise FailedPrecondition(f"{name} cannot be calibrated: none of its maps can be read; choose another method")
@@ -66,19 +70,55 @@ def check(
         FailedPrecondition: The method cannot be calibrated.
     """
     floor, limit, ceiling = scale_of(calibration)
+    median = bootstrap([value for value in correlations if math.isfinite(value)], np.median)
+    own = float(np.mean([position(value, floor, ceiling) > MIDDLE for value in calibration.noise]))
     name = _name(calibration)
-    comparable = [value for value in correlations if math.isfinite(value)]
-    median = bootstrap(comparable, np.median)
-    share = bootstrap(elsewhere, np.mean)
     reasons: list[str] = []
     if median.value < limit:
-        own = f"with a little noise it is above {limit:.2f} for 95 % of the baseline's own maps"
-        reasons.append(f"{name}: the median rank correlation with the baseline is {median.value:.2f}; {own}")
-    if share.value > max_changed:
-        nearer = "nearer to those of random weights than to the baseline's own"
-        reasons.append(f"{name}: {share.value:.0%} of the maps are {nearer}; {max_changed:.0%} may be")
-    numbers = (len(comparable), median, floor, limit, ceiling, share)
+        band = f"95 % of the baseline's own are above {limit:.2f} with a little noise"
+        reasons.append(f"{name}: the median rank correlation is {median.value:.2f}; {band}")
+    if more_than(elsewhere, max(max_changed, own)):
+        nearer = "of the maps are nearer to maps of random weights than to the baseline's"
+        reasons.append(f"{name}: {np.mean(elsewhere):.0%} {nearer}; {_limit(max_changed, own)}")
+    numbers = (len(correlations), median, floor, limit, ceiling, bootstrap(elsewhere, np.mean))
     return Check(calibration.method, calibration.layer, *numbers, bool(reasons), tuple(reasons))
+
+
+def check_predictions(changed: Sequence[bool], own: float, max_changed: float) -> str:
+    """Check the predicted classes; return why the check fails, or an empty text.
+
+    Args:
+        changed: True for each photo whose predicted class is another one.
+        own: Share of the baseline's own predictions that a little noise changes.
+        max_changed: The share of the photos that may change.
+    """
+    if not more_than(changed, max(max_changed, own)):
+        return ""
+    return f"the predicted class is another one for {np.mean(changed):.0%} of the photos; {_limit(max_changed, own)}"
+
+
+def _limit(max_changed: float, own: float) -> str:
+    if own > max_changed:
+        return f"with a little noise it is {own:.0%} of the baseline's own"
+    return f"at most {max_changed:.0%} may be"
+
+
+def more_than(found: Sequence[bool], share: float) -> bool:
+    """Return True if more than a share of the population has a property that was found in this sample.
+
+    It is an exact one-sided binomial test at the level of 1 %: a few photos more than the share can be chance.
+    """
+    return binomial_tail(sum(found), len(found), share) <= _TEST_LEVEL if any(found) else False
+
+
+def binomial_tail(count: int, trials: int, share: float) -> float:
+    """Return the probability of at least ``count`` successes in independent trials with this probability each."""
+    if share <= 0 or share >= 1:
+        return float(count <= 0 or share >= 1)
+    counts = np.arange(count, trials + 1)
+    factorials = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, trials + 1)))])  # logarithms
+    ways = factorials[trials] - factorials[counts] - factorials[trials - counts]
+    return float(np.exp(ways + counts * math.log(share) + (trials - counts) * math.log1p(-share)).sum())
 
 
 def _name(calibration: MethodCalibration) -> str:

@@ -212,7 +212,8 @@ class _Session:
         loaded = self._load(side)
         unknown = [name for name in self.photos if name not in loaded.digests]
         if unknown and not self.settings.skip_failed:
-            raise FailedPrecondition(f"{_some(unknown)} {_are(unknown)} not in {side}: record it again with --accept")
+            advice = "record a new baseline with --accept"
+            raise FailedPrecondition(f"{_some(unknown)} {_are(unknown)} not in {side}: {advice}")
         self.failures.extend(Failure(name, "baseline", "the baseline has no such photo") for name in unknown)
         return loaded
 
@@ -230,9 +231,9 @@ class _Session:
         """Open a recording of an earlier run, whose photos must be those of this run."""
         loaded = Recording.load(folder)
         if missing := [name for name in loaded.digests if name not in self.photos]:
-            raise FailedPrecondition(f"{_some(missing)} of {folder} {_are(missing)} missing")
+            raise FailedPrecondition(f"{_some(missing)} {_are(missing)} in {folder}, but not among these photos")
         if other := [name for name, digest in loaded.digests.items() if digest != self.digests[name]]:
-            raise FailedPrecondition(f"{_some(other)} {_are(other)} not the same as in {folder}: the files differ")
+            raise FailedPrecondition(f"{_some(other)} {_are(other)} not the same as in {folder}: the content differs")
         return loaded
 
     def _record(
@@ -253,9 +254,9 @@ class _Session:
     def _note_failures(self, errors: Mapping[str, CamserveError], side: str, role: str) -> None:
         if errors and not self.settings.skip_failed:
             name, error = next(iter(errors.items()))
-            count = f"{len(errors)} of {len(self.photos)} photos"
+            others = f" and {len(errors) - 1:,} more of {len(self.photos):,} photos" if len(errors) > 1 else ""
             advice = "--skip-failed leaves such photos out"
-            raise FailedPrecondition(f"{side} cannot explain {count}: {name}: {error}; {advice}")
+            raise FailedPrecondition(f"{side} cannot explain {name}{others}: {error}; {advice}")
         self.failures.extend(Failure(name, role, str(error)) for name, error in errors.items())
 
     def calibration(self, side: Side, baseline: Recording) -> Calibration:
@@ -263,7 +264,7 @@ class _Session:
         known = calibration.load(baseline.folder)
         if isinstance(side, Path):
             if known is None:
-                raise FailedPrecondition(f"{side} has no calibration: record it again with --accept")
+                raise FailedPrecondition(f"{side} has no calibration: record a new baseline with --accept")
             return known
         photos = {name: path for name, path in self.photos.items() if baseline.digests.get(name) == self.digests[name]}
         sample = Sample.of(photos, self.settings.sample, self.settings.seed)

@@ -33,7 +33,6 @@ export function fill(node, ...children) {
   return node;
 }
 
-/** Return the element of the page with an id. */
 export const byId = (id) => document.getElementById(id);
 
 let lastId = 0;
@@ -51,15 +50,32 @@ export function labelled(label, control, { hint = "", inline = false } = {}) {
 }
 
 /** Return a select with options [value, text]. */
-export function choice(options, value, onchange, attributes = {}) {
+export function choice(options, value, onchange) {
   const items = options.map(([key, text]) => h("option", { value: key, selected: key === value }, text));
-  return h("select", { ...attributes, onchange: (event) => onchange(event.target.value) }, items);
+  return h("select", { onchange: ({ target }) => onchange(target.value) }, items);
 }
 
+export const searchField = (label, attributes) => h("input", { type: "search", placeholder: label, "aria-label": label, ...attributes });
+
+/** Return a hidden file input, and the label that opens it; `take` is called with the chosen files. */
+export function fileButton(text, accept, take, { id = newId("file"), multiple = false, classes = "button" } = {}) {
+  const onchange = () => {
+    const files = [...input.files];
+    input.value = "";
+    take(files);
+  };
+  const input = h("input.unseen", { type: "file", id, accept, multiple, onchange });
+  return [input, h("label", { class: classes, for: id }, text)];
+}
+
+export const removeButton = (label, onclick) => h("button.remove", { "aria-label": label, onclick }, "×");
+
+export const chip = (name, field, remove) => h("li.chip", { "data-field": field }, h("span", name), removeButton(`Remove ${name}`, remove));
+
 /** Return a checkbox with its label. */
-export function checkbox(label, checked, onchange, options = {}) {
-  const box = h("input", { type: "checkbox", checked, disabled: options.disabled, onchange: (event) => onchange(event.target.checked) });
-  return labelled(label, box, { inline: true, ...options });
+export function checkbox(label, checked, onchange, { hint = "" } = {}) {
+  const box = h("input", { type: "checkbox", checked, onchange: ({ target }) => onchange(target.checked) });
+  return labelled(label, box, { inline: true, hint });
 }
 
 /** Return a checkbox in a list, with its name and a hint; one that is refused says why. */

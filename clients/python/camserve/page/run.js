@@ -1,6 +1,6 @@
 /** Requests for explanations: their cost, their progress, and the maps that they return. */
 import { decodeMap, base64Of, readPhoto } from "./lib/maps.js";
-import { changed, on, requestFor, state } from "./state.js";
+import { changed, modelNamed, on, requestFor, state } from "./state.js";
 import { api, guarded } from "./server.js";
 import { debounced } from "./dom.js";
 
@@ -76,7 +76,7 @@ function finish(photo, results) {
 }
 
 function cellsOf(photo, { model, request, response }) {
-  const { inputHeight = 0, inputWidth = 0 } = state.models.find(({ name }) => name === model) ?? {};
+  const { inputHeight = 0, inputWidth = 0 } = modelNamed(model) ?? {};
   return (response.explanations ?? []).map((explanation, index) => ({
     id: [model, explanation.method, explanation.layer ?? "", index].join("/"),
     model,

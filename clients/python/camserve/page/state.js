@@ -32,27 +32,27 @@ export function changed(topic) {
   for (const listener of listeners.get(topic) ?? []) listener();
 }
 
-/** Change what the next request asks. */
 export function ask(change) {
   Object.assign(state.ask, change);
   changed("ask");
 }
 
-/** Change how maps are drawn. */
 export function restyle(change) {
   Object.assign(state.style, change);
   changed("style");
 }
 
+export const modelNamed = (wanted) => state.models.find(({ name }) => name === wanted);
+
 /** Return the first chosen model, or undefined. */
-export const mainModel = () => state.models.find(({ name }) => name === state.ask.models[0]);
+export const mainModel = () => modelNamed(state.ask.models[0]);
 
 export const mainTask = () => mainModel()?.task;
 
 /** Return the ExplainRequest, without its image, for one of the chosen models. */
 export function requestFor(model) {
   const { methods, targets, topK, layers, fusion } = state.ask;
-  const { task } = state.models.find(({ name }) => name === model) ?? {};
+  const { task } = modelNamed(model) ?? {};
   return {
     model,
     methods,

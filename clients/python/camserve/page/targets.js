@@ -10,7 +10,6 @@ export function targetOf(prediction, task) {
   return { classIndex };
 }
 
-/** Return true if two targets are the same. */
 export const isSame = (one, other) => JSON.stringify(one) === JSON.stringify(other);
 
 /** Return true if a prediction is among the targets. */

@@ -8,9 +8,8 @@ const GRPC_CODES = [
 ];
 
 /**
- * Error of a call: Connect's code, such as "invalid_argument" ("unavailable" if no server answers, "canceled" if aborted),
- * violations [{field, description}], milliseconds to wait before a retry or null, the server's reason such as
- * "QUEUE_FULL", and the id in its log.
+ * Error of a call: Connect's code ("unavailable" if no server answers, "canceled" if aborted), violations [{field,
+ * description}], milliseconds to wait before a retry or null, the server's reason, and the id in its log.
  */
 export class ApiError extends Error {
   constructor(code, message, { fields = [], retryAfter = null, reason = "", requestId = "" } = {}) {
@@ -19,7 +18,6 @@ export class ApiError extends Error {
     Object.assign(this, { code, fields, retryAfter, reason, requestId });
   }
 
-  /** Return true if the call can be sent again. */
   get canRetry() {
     return this.retryAfter !== null || (RETRYABLE.includes(this.code) && this.reason !== "MODEL_FAILED");
   }
@@ -123,31 +121,15 @@ async function* readLines(body, guarded) {
  * Send a call again while the server restarts, starts or is full, with growing pauses. Before each, call onWait with the
  * error and the pause in milliseconds.
  */
-export async function retrying(call, { signal, onWait = () => {}, attempts = Infinity, longest = 5000 } = {}) {
-  for (let attempt = 1; ; attempt++) {
+export async function retrying(call, { onWait }) {
+  for (let shortest = 250; ; shortest *= 2) {
     try {
       return await call();
     } catch (error) {
-      if (!error.canRetry || attempt >= attempts || signal?.aborted) throw error;
-      const pause = error.retryAfter ?? Math.min(longest, 250 * 2 ** Math.min(attempt - 1, 10));
+      if (!error.canRetry) throw error;
+      const pause = error.retryAfter ?? Math.min(5000, shortest);
       onWait(error, pause);
-      await sleep(pause, signal);
+      await new Promise((resolve) => setTimeout(resolve, pause));
     }
   }
-}
-
-/** Wait for some milliseconds, or reject if the signal is aborted first. */
-export function sleep(milliseconds, signal) {
-  return new Promise((resolve, reject) => {
-    const cancel = () => {
-      clearTimeout(timer);
-      reject(new ApiError("canceled", "the request was cancelled"));
-    };
-    const timer = setTimeout(() => {
-      signal?.removeEventListener("abort", cancel);
-      resolve();
-    }, milliseconds);
-    if (signal?.aborted) cancel();
-    signal?.addEventListener("abort", cancel, { once: true });
-  });
 }

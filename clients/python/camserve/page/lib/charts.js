@@ -38,12 +38,11 @@ const short = (value) => {
 /**
  * Return a line chart as an SVG element.
  *
- * @param options.title, options.description what it shows, for screen readers
+ * @param options.title, options.description for screen readers
  * @param options.series list of {name, points: [{x, y, label}]}; points that are not finite leave a gap
- * @param options.xLabel, options.yLabel names of the axes
  * @param options.logarithmic true for a logarithmic y axis; values of 0 or less leave a gap
  * @param options.xTicks false to leave out the numbers of the x axis
- * @param options.onPick function that is called with (series, point) on a click, Enter or Space
+ * @param options.onPick called with (series, point) on a click, Enter or Space
  */
 export function lineChart(options) {
   const { title, description = "", series, xLabel = "", yLabel = "" } = options;
@@ -96,7 +95,7 @@ function axes(frame, { xLabel, yLabel, xTicks }) {
 }
 
 function lineOf({ name, points }, index, frame, tip, onPick) {
-  const group = element("g", { class: `series-${index % 6}`, role: "list", "aria-label": name });
+  const group = element("g", { color: `var(--series-${index % 6})`, role: "list", "aria-label": name });
   let path = "";
   let isNew = true;
   for (const point of points) {

@@ -4,15 +4,13 @@ import { allFinite, areaWeights, list, onPixels, roundEven, strongest, sum, sumC
 export const SHARES = [0.05, 0.1, 0.2, 0.3, 0.4, 0.5];
 export const HOTTEST = 0.2;
 const KL_EPSILON = 1e-7;
+const MOST = 16; // cells along an axis, for ranks
 const [SSIM_SIDE, SSIM_SIGMA] = [11, 1.5]; // window, in cells
 const [C1, C2] = [0.02 ** 2, 0.06 ** 2]; // of SSIM, for values from -1 to 1
 const UNDEFINED = { spearman: NaN, iou: NaN, iouCurve: SHARES.map(() => NaN), shift: NaN, ssim: NaN, pearson: NaN, kl: NaN };
 const WHOLE = { seen: { left: 0, top: 0, right: 1, bottom: 1 } };
 
-/**
- * Compare two maps, {map, photo} each: {spearman, iou, iouCurve, shift, ssim, pearson, kl}. The numbers are of the raw
- * values; one is NaN if it is undefined.
- */
+/** Return the numbers of two maps, {map, photo} each, by their names; what is undefined is NaN. */
 export function compareMaps(one, other) {
   if (!allFinite(one.map) || !allFinite(other.map)) return UNDEFINED;
   const { box, coarse, fine } = align(one, other);
@@ -20,27 +18,24 @@ export function compareMaps(one, other) {
   const [from, to] = fine.map((map) => centre(map, box));
   const iouCurve = SHARES.map((share) => intersectionOverUnion(overlap(...coarse, share).data));
   return {
-    spearman: pearson(...coarse.map(({ data }) => ranks(data))),
+    spearman: correlation(...coarse.map(({ data }) => ranks(data))),
     iou: iouCurve[SHARES.indexOf(HOTTEST)],
     iouCurve,
     shift: (100 * Math.hypot(to.x - from.x, to.y - from.y)) / Math.hypot(one.photo.width, one.photo.height),
     ssim: structuralSimilarity(...fine),
-    pearson: pearson(first, second),
+    pearson: correlation(first, second),
     kl: divergence(first, second),
   };
 }
 
-/**
- * Return two maps, {map, photo} each, over the part of the photo that both cover: {box, coarse, fine}, the pair on the
- * coarser and on the finer of their grids, along each axis.
- */
+/** Return two maps over the part of the photo that both cover: {box, coarse, fine}, on the coarser and the finer grid. */
 export function align(...pair) {
   const maps = pair.map(({ map }) => map);
-  const [a, b] = pair.map(({ photo }) => photo.seen);
-  const edges = (pick, ...names) => Object.fromEntries(names.map((name) => [name, pick(a[name], b[name])]));
-  const box = { ...edges(Math.max, "left", "top"), ...edges(Math.min, "right", "bottom") };
-  const grids = pair.map(({ map: { height, width }, photo: { seen } }) => JSON.stringify([height, width, seen]));
-  if (grids[0] === grids[1]) return { box, coarse: maps, fine: maps };
+  const [a, b] = pair.map(({ map: { height, width }, photo: { seen } }) => ({ height, width, ...seen }));
+  const most = (edge) => Math.max(a[edge], b[edge]);
+  const least = (edge) => Math.min(a[edge], b[edge]);
+  const box = { left: most("left"), top: most("top"), right: least("right"), bottom: least("bottom") };
+  if (Math.max(a.height, a.width) <= MOST && Object.keys(a).every((name) => a[name] === b[name])) return { box, coarse: maps, fine: maps };
   const rows = along(pair, box, "height", "top", "bottom");
   const columns = along(pair, box, "width", "left", "right");
   const coarse = maps.map((map, index) => rounded(sumCells(map, rows[index].weights, columns[index].weights)));
@@ -51,10 +46,7 @@ export function align(...pair) {
   return { box, coarse, fine };
 }
 
-/**
- * Return how two maps are aligned along one axis, for each: {weights, most, edges}, those that average its cells on the
- * coarser grid, the number of cells of the finer grid, and the map's edges on it.
- */
+/** Return how each map is aligned along an axis: its cells' weights on the coarser grid, its edges on the finer. */
 function along(pair, box, size, low, high) {
   const length = box[high] - box[low];
   const axes = pair.map(({ map, photo: { seen } }) => [map[size], seen[low], seen[high]]);
@@ -62,7 +54,7 @@ function along(pair, box, size, low, high) {
   const most = Math.max(...counts);
   const place = (position) => ((position - box[low]) * most) / length;
   return axes.map(([cells, start, end]) => ({
-    weights: areaWeights(Math.min(...counts), box[low], box[high], cells, start, end),
+    weights: areaWeights(Math.min(MOST, ...counts), box[low], box[high], cells, start, end),
     most,
     edges: { [low]: place(start), [high]: place(end) },
   }));
@@ -81,14 +73,14 @@ export function difference(one, other, [a, b]) {
   return { ...first, data: first.data.map((value, index) => divided(value, a) - divided(second.data[index], b)) };
 }
 
-/** Return where two maps are hottest, on the coarser grid: 0 for neither, 1 for only the first, 2 for only the second, 3 for both. */
+/** Return where maps are hottest, on the coarser grid: 0 for neither, 1 for the first, 2 for the second, 3 for both. */
 export function overlap(one, other, share = HOTTEST) {
   const { coarse } = onOneGrid(one, other);
   const [first, second] = coarse.map((map) => hottest(map, share));
   return { ...coarse[0], data: first.map((isHot, index) => isHot + 2 * second[index]) };
 }
 
-/** Return 1 for a share of the cells with the largest values, and all that equal the least of these, but never for the minimum. */
+/** Return 1 for the cells with the largest values, and all that equal the least of these; the minimum is never hot. */
 function hottest(map, share) {
   const sorted = Float64Array.from(map.data).sort();
   const count = Math.max(1, roundEven(share * sorted.length));
@@ -101,17 +93,15 @@ function intersectionOverUnion(masks) {
   return both / masks.filter((value) => value > 0).length;
 }
 
-/** Return Pearson's correlation of two lists of the same length; NaN if one is constant. */
-export function pearson(x, y) {
-  const [meanX, meanY] = [x, y].map((values) => sum(values) / values.length);
-  let [xy, xx, yy] = [0, 0, 0];
-  for (let index = 0; index < x.length; index++) {
-    const [dx, dy] = [x[index] - meanX, y[index] - meanY];
-    xy += dx * dy;
-    xx += dx * dx;
-    yy += dy * dy;
-  }
-  return xx > 0 && yy > 0 ? Math.min(Math.max(xy / Math.sqrt(xx * yy), -1), 1) : NaN;
+/** Return Pearson's correlation of two lists; NaN if one is constant. */
+function correlation(...lists) {
+  const [x, y] = lists.map((values) => {
+    const mean = sum(values) / values.length;
+    return Float64Array.from(values, (value) => value - mean);
+  });
+  const dot = (a, b) => sum(a.map((value, index) => value * b[index]));
+  const norm = Math.sqrt(dot(x, x) * dot(y, y));
+  return norm ? Math.min(Math.max(dot(x, y) / norm, -1), 1) : NaN;
 }
 
 /** Return the ranks of values from 1; equal values share the mean of their ranks. */
@@ -132,7 +122,7 @@ function distribution(values) {
   return positive.map((value) => value / total);
 }
 
-/** Return the centre of mass, {x, y}, of the positive values of a map that covers a box; NaN if it has none. */
+/** Return the centre of mass of the positive values of a map that covers a box. */
 function centre({ height, width, data }, { left, top, right, bottom }) {
   const parts = distribution(data);
   const x = sum(parts.map((part, index) => part * ((index % width) + 0.5))) / width;
@@ -140,13 +130,12 @@ function centre({ height, width, data }, { left, top, right, bottom }) {
   return { x: left + x * (right - left), y: top + y * (bottom - top) };
 }
 
-/** Return the Kullback-Leibler divergence, in nats, of the second list's positive values from the first's. */
+/** Return the Kullback-Leibler divergence of the second list's positive values from the first's. */
 function divergence(first, second) {
   const q = distribution(second);
-  return sum(distribution(first).map((p, index) => p * Math.log(KL_EPSILON + p / (q[index] + KL_EPSILON))));
+  return Math.max(0, sum(distribution(first).map((p, index) => p * Math.log(KL_EPSILON + p / (q[index] + KL_EPSILON)))));
 }
 
-/** Return the mean SSIM of two maps, each divided by its largest magnitude; NaN if one is zero. */
 function structuralSimilarity(...maps) {
   const [x, y] = maps.map(({ data }) => Float64Array.from(data, (value) => value / strongest(data)));
   const [down, across] = [maps[0].height, maps[0].width].map(gaussianWindows);
@@ -160,7 +149,7 @@ function structuralSimilarity(...maps) {
   return sum(local) / local.length;
 }
 
-/** Return the weights of the means over every window along an axis, for sumCells; a small map has one window. */
+/** Return the weights of every window along an axis, for sumCells; a small map has one. */
 function gaussianWindows(side) {
   const size = Math.min(side, SSIM_SIDE);
   const heights = list(size, (index) => Math.exp(-(((index - (size - 1) / 2) / SSIM_SIGMA) ** 2) / 2));

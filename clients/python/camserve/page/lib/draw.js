@@ -1,32 +1,20 @@
-/**
- * Drawing of maps in the browser, by the server's conventions (see Rendering in protos/camserve/v1/explain.proto).
- *
- * A style says how a map is drawn; missing properties have these defaults:
- *   sign          "positive", "negative", "both" or "absolute"; null is "positive"
- *   scale         raw value with the strongest colour: "map" (each its own), "shared", or a number
- *   threshold     {quantile: 0.8} or {value: 1.5}: weaker values are not painted; null paints everything
- *   colormap      a name in COLORMAPS; null for "coolwarm" if sign is "both", otherwise "jet"
- *   opacity       0 to 1. It is the CSS opacity of the canvas, so changing it needs no drawing.
- *   fade          true to multiply the opacity by the intensity
- *   smooth        true to interpolate bilinearly, false for the nearest cell
- *   contourLines  number of lines at equally spaced intensities, 0 to 16
- */
+/** Drawing of maps in the browser, by the server's conventions: see Rendering in protos/camserve/v1/explain.proto. */
 import { levels } from "./colormaps.js";
 import { allFinite, average, keep, onPixels, quantileOfSorted, resize, roundEven, scalePhoto, strongest } from "./maps.js";
 
+/** How a map is drawn; missing properties have these defaults. */
 export const DEFAULT_STYLE = Object.freeze({
-  sign: null,
-  scale: "map",
-  threshold: null,
-  colormap: null,
-  opacity: 0.5,
-  fade: false,
-  smooth: true,
-  contourLines: 0,
+  sign: null, // "positive", "negative", "both" or "absolute"; null is "positive"
+  scale: "map", // raw value with the strongest colour: "map" (each its own), "shared", or a number
+  threshold: null, // {quantile: 0.8} or {value: 1.5}: weaker values are not painted
+  colormap: null, // a name in COLORMAPS; null is "coolwarm" if sign is "both", otherwise "jet"
+  opacity: 0.5, // of the canvas, in CSS, so changing it needs no drawing
+  fade: false, // true to multiply the opacity by the intensity
+  smooth: true, // false for the nearest cell
+  contourLines: 0, // 0 to 16, at equally spaced intensities
 });
 
-/** Size of the model's input if it is not known: it only matters for quantiles, and for maps of single pixels. */
-const USUAL_SIZE = [224, 224];
+const USUAL_SIZE = [224, 224]; // of a model's input that is not known: it only matters for quantiles and pixelwise maps
 const PIXELWISE_TOP = 0.99; // quantile with the strongest colour in a map of single pixels (SmoothGrad, section 3.2)
 const [DARK, LIGHT] = [0xff202020, 0xffffffff]; // ABGR, of contour lines
 
@@ -41,25 +29,17 @@ const PICK = {
   positive: (value) => (value > 0 ? value : 0),
   negative: (value) => (value < 0 ? -value : 0),
   absolute: Math.abs,
-  both: (value) => value,
 };
 
-/**
- * Return the map with the values that a sign shows, and 0 for all others. Negative values are negated for "negative". If
- * a value is NaN or infinite, no value is shown.
- */
+/** Return the values that a sign shows, for "negative" without their sign, and 0 for others; none if one is not finite. */
 export function shown(map, sign) {
   if (!allFinite(map)) return keep(map, "shown", "none", () => ({ ...map, data: new Float32Array(map.data.length) }));
   return sign === "both" ? map : keep(map, "shown", sign, () => ({ ...map, data: map.data.map(PICK[sign]) }));
 }
 
-/** Return true if a map is on the pixels of the model's input. */
 const isPixelwise = (map, [height, width]) => map.height === height && map.width === width;
 
-/**
- * Return the raw value that gets the strongest colour if a map is drawn alone, or 0 if no value is shown. The input's size
- * is [height, width], if it is known.
- */
+/** Return the raw value with the strongest colour if a map is drawn alone, or 0; the input's size is [height, width]. */
 export function ownScale(map, style, inputSize = null) {
   const { sign } = complete(style);
   const size = inputSize ?? USUAL_SIZE;
@@ -69,14 +49,13 @@ export function ownScale(map, style, inputSize = null) {
   });
 }
 
-/** Return the scale that a style asks for: a number above 0, or 0 if nothing is shown. `maps` are those that share it. */
+/** Return the scale that a style asks for, or 0 if nothing is shown; `maps` are those that share it. */
 export function scaleOf(map, style, maps = [map], inputSize = null) {
   const { scale } = complete(style);
   if (typeof scale === "number") return scale;
   return Math.max(...(scale === "shared" ? maps : [map]).map((one) => ownScale(one, style, inputSize)));
 }
 
-/** Return the magnitudes of the shown values on the pixels of the model's input, sorted. */
 function sortedMagnitudes(map, sign, size) {
   return keep(map, "sorted", `${sign} ${size}`, () => resize(shown(map, sign), ...size).data.map(Math.abs).sort());
 }

@@ -93,16 +93,14 @@ function sample(map, rows, columns) {
   return { height, width, data };
 }
 
-/** Resize a map: bilinearly between the centres of its cells, or to the nearest cell. */
-export function resize(map, height, width, smooth = true) {
+/** Resize a map, bilinearly between the centres of its cells. */
+export function resize(map, height, width) {
   if (height === map.height && width === map.width) return map;
-  return sample(map, axis(0, height, height, map.height, smooth), axis(0, width, width, map.width, smooth));
+  return sample(map, axis(0, height, height, map.height, true), axis(0, width, width, map.width, true));
 }
 
-/** Return [make(0), make(1), …], a number of values. */
 export const list = (length, make) => Array.from({ length }, (_, index) => make(index));
 
-/** Return the sum of values. */
 export const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 /** Return the largest magnitude of values. */
@@ -117,7 +115,7 @@ export function average(map, height, width) {
   return sumCells(map, weights(height, map.height), weights(width, map.width));
 }
 
-/** Return one of the edges of equal intervals from `low` to `high`. */
+/** Return an edge of equal intervals between two positions. */
 const edge = (index, count, low, high) => (index === count ? high : low + index * ((high - low) / count));
 
 /**
@@ -134,7 +132,7 @@ export function areaWeights(count, low, high, cells, start, end) {
   });
 }
 
-/** Return a map's sums of cells, weighted along both axes: for each row and column, a list of cells and weights by turns. */
+/** Return weighted sums of a map's cells: for each row and column, a list of cells and weights by turns. */
 export const sumCells = (map, rows, columns) => sumRows(sumRows(map, rows), columns);
 
 /** Return the weighted sums of a map's rows, with rows and columns exchanged. */

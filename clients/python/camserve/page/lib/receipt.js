@@ -7,21 +7,18 @@ const FUSIONS = { FUSION_MEAN: "mean", FUSION_MAX: "max", FUSION_PRODUCT: "produ
 const SEPARATOR = " + "; // joins the names of fused layers
 const TEXTS = ["model", "source", "weights", "digest", "precision", "device", "image_sha256", "input_sha256", "method"];
 
-/**
- * Return the receipt of the explanation with an index as JSON text; null if the server sent none. The request is needed
- * because a response leaves out the image of a similarity.
- */
+/** Return an explanation's receipt as JSON text, or null; responses leave out the image of a similarity, requests do not. */
 export function receiptText(response, index, request = {}) {
   if (!response.receipt) return null;
   const explanation = response.explanations[index];
   const { targets = [] } = request;
   const requested = targets.length ? targets[index % targets.length] : null;
-  const { source = "", weights = "", digest = "", precision = "", device = "", versions = {} } = response.receipt;
-  const { imageSha256 = "", inputSha256 = "" } = response.receipt;
+  const { source = "", weights = "", digest = "", precision = "", device = "", versions = {}, imageSha256 = "", inputSha256 = "" } = response.receipt;
   const content = {
     format: FORMAT,
     ...{ model: response.model ?? "", source, weights, digest, precision, device, versions },
-    ...{ image_sha256: imageSha256, input_sha256: inputSha256 },
+    image_sha256: imageSha256,
+    input_sha256: inputSha256,
     ...fieldsOf(explanation, requested),
   };
   return JSON.stringify(content, null, 2);

@@ -2,7 +2,7 @@
 
 const ROUNDS = constants();
 
-/** Return the first 32 bits of the fractional parts of the cube roots, and of the square roots, of the first primes. */
+/** Return the first bits of the fractional parts of the cube and square roots of the first primes. */
 function constants() {
   const primes = [];
   for (let number = 2; primes.length < 64; number++) if (primes.every((prime) => number % prime)) primes.push(number);

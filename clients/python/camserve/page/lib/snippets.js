@@ -1,7 +1,7 @@
 /** A request as a Python call of the SDK, and as a curl command of the HTTP/JSON API. */
 
 const OPEN = "photo.jpg";
-const OTHER = "other.jpg";
+const OTHER = "other.jpg"; // the photo of a similarity
 
 /** Quote text as a Python string literal; characters that editors do not show are escaped. */
 export function pythonString(text) {
@@ -36,14 +36,14 @@ const TARGETS = {
     const parts = [why, ...against].map(className);
     return `camserve.finer(${[...parts, ...(weight === undefined ? [] : [`weight=${weight}`])].join(", ")})`;
   },
-  similarity: (_, other) => `camserve.similarity(${pythonString(other)})`,
+  similarity: () => `camserve.similarity(${pythonString(OTHER)})`,
   segment: ({ className: name, region }) => `camserve.segment(${className(name)}${region ? `, ${box(region)}` : ""})`,
   detection: ({ className: name, box: edges }) => `camserve.detection(${className(name)}${edges ? `, ${box(edges)}` : ""})`,
 };
 
-function pythonTarget(target, other) {
+function pythonTarget(target) {
   const kind = Object.keys(TARGETS).find((name) => target[name]);
-  if (kind) return TARGETS[kind](target[kind], other);
+  if (kind) return TARGETS[kind](target[kind]);
   return target.softmax ? `camserve.probability(${className(target)})` : className(target);
 }
 
@@ -76,13 +76,13 @@ export function renderingOf({ opacity, sign, colormap, threshold, scale, contour
 }
 
 /** Return the keyword arguments of Client.explain, [name, Python code], without defaults. */
-function keywords(request, other) {
+function keywords(request) {
   const { model, methods = [], targets = [], layers = [], topK, maxPredictions, fusion } = request;
   const list = (items) => (items.length === 1 ? items[0] : `[${items.join(", ")}]`);
   const given = [
     ["model", model && pythonString(model)],
     ["methods", methods.length && list(methods.map(pythonMethod))],
-    ["targets", targets.length && list(targets.map((target) => pythonTarget(target, other)))],
+    ["targets", targets.length && list(targets.map(pythonTarget))],
     ["layers", layers.length && list(layers.map(pythonString))],
     ["fusion", fusion && fusion !== "FUSION_UNSPECIFIED" && pythonString(word(fusion, "FUSION_"))],
     ["top_k", topK !== undefined && topK !== 1 && String(topK)],
@@ -108,12 +108,12 @@ function renderingKeywords({ alpha, sign, colormap, thresholdQuantile, sharedSca
 }
 
 /**
- * Return Python code that sends an ExplainRequest with the SDK: to a gRPC address, with the file names of the photo and of
- * a similarity's photo. A token is read from CAMSERVE_TOKEN.
+ * Return Python code that sends an ExplainRequest with the SDK to a gRPC address; the photo is a file's name. A token is
+ * read from CAMSERVE_TOKEN.
  */
-export function asPython(request, { address = "localhost:50051", photo = OPEN, other = OTHER, token = false } = {}) {
+export function asPython(request, { address = "localhost:50051", photo = OPEN, token = false } = {}) {
   const access = token ? ', token=os.environ["CAMSERVE_TOKEN"]' : "";
-  const options = [pythonString(photo), ...keywords(request, other).map(([name, code]) => `${name}=${code}`)];
+  const options = [pythonString(photo), ...keywords(request).map(([name, code]) => `${name}=${code}`)];
   return [
     ...(token ? ["import os", ""] : []),
     "import camserve",
@@ -129,12 +129,12 @@ export function asPython(request, { address = "localhost:50051", photo = OPEN, o
 }
 
 /** Return a shell command that sends an ExplainRequest with curl, to an HTTP address. */
-export function asCurl(request, { address = "http://localhost:8080", photo = OPEN, other = OTHER, token = false } = {}) {
+export function asCurl(request, { address = "http://localhost:8080", photo = OPEN, token = false } = {}) {
   const [photoMark, otherMark] = ["\u0000photo\u0000", "\u0000other\u0000"];
   const { image: _, targets = [], ...rest } = request;
   const filled = targets.map((target) => (target.similarity ? { ...target, similarity: { image: otherMark } } : target));
   const body = { ...rest, ...(filled.length ? { targets: filled } : {}), image: photoMark };
-  const marks = { [JSON.stringify(photoMark).slice(1, -1)]: photo, [JSON.stringify(otherMark).slice(1, -1)]: other };
+  const marks = { [JSON.stringify(photoMark).slice(1, -1)]: photo, [JSON.stringify(otherMark).slice(1, -1)]: OTHER };
   const pieces = JSON.stringify(body).split(/(\\u0000(?:photo|other)\\u0000)/);
   const commands = pieces.map((piece) =>
     piece in marks ? `base64 < ${shellString(marks[piece])} | tr -d '\\n'` : `printf %s ${shellString(piece)}`,

@@ -88,7 +88,6 @@ export class Cell {
     return state.cursor && valueAt(map, photo, state.cursor.x, state.cursor.y, state.style.smooth);
   }
 
-  /** Show the cursor, and the map's value there. */
   showCursor() {
     const { cursor } = state;
     const { photo } = this.content;
@@ -106,7 +105,6 @@ export class Cell {
     this.badge.textContent = "AB"[place] ?? "";
   }
 
-  /** Draw the map in the present style. */
   draw() {
     const { map, photo, inputSize, scale } = this.content;
     const style = styleOf(this.content);

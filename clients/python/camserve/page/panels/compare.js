@@ -2,7 +2,7 @@
 import { choice, fill, framed, h, labelled, segmented, swatch } from "../dom.js";
 import { agreement, align, compareMaps, difference, overlap } from "../lib/compare.js";
 import { barValues, drawColorBar, drawMap } from "../lib/draw.js";
-import { keep, onPixels, scalePhoto } from "../lib/maps.js";
+import { keep, onPixels, scalePhoto, strongest } from "../lib/maps.js";
 import { className, number, probability, targetName, verdictName } from "../lib/words.js";
 import { changed, on, state } from "../state.js";
 import { titleOf } from "./cell.js";
@@ -17,9 +17,7 @@ const WIDTH = 480; // pixels of the picture
 const body = h("div.stack");
 let mode = "difference";
 
-export function comparePanel() {
-  return body;
-}
+export const comparePanel = () => body;
 
 /** Return the picked maps; what is not picked is the same map of another model, or else another map. */
 function pair() {
@@ -47,8 +45,8 @@ function show() {
     mode = value;
     draw(canvas, legend, a, b);
   });
-  const reading = h("div.stack", pick, legend, wordsOf(a, b));
-  fill(body, h("div.pair", picker("A", a, b), picker("B", b, a)), h("div.sides", picture, reading));
+  const [words, facts] = reading(a, b);
+  fill(body, h("div.pair", picker("A", a, b), picker("B", b, a)), h("div.sides", picture, h("div.stack", words, pick, legend)), facts);
   draw(canvas, legend, a, b);
 }
 
@@ -63,7 +61,8 @@ function picker(letter, cell, other) {
 
 const aligned = (a, b) => keep(a.map, "aligned", b.map, () => align(a, b));
 
-function wordsOf(a, b) {
+/** Return the comparison in words, and in numbers. */
+function reading(a, b) {
   const numbers = keep(a.map, "compared", b.map, () => compareMaps(a, b));
   const { words, facts } = a.model === b.model ? { words: "", facts: [] } : modelsCompared(a, b);
   const all = [
@@ -75,15 +74,13 @@ function wordsOf(a, b) {
     ["KL divergence", written(numbers.kl, " nats")],
     ...facts,
   ];
-  return [
-    h("p.verdict", agreement(numbers.spearman)),
-    words && h("p", words),
-    h("dl.facts", all.map(([name, value]) => [h("dt", name), h("dd", value)])),
-    h("p.hint", "From the raw values, in the part of the photo that both maps cover."),
-  ];
+  const list = h("dl.facts", all.map(([name, value]) => h("div", h("dt.hint", name), h("dd", value))));
+  const hint = h("p.hint", "From the raw values, in the part of the photo that both maps cover.");
+  return [[h("p.verdict", agreement(numbers.spearman)), words && h("p", words)], [list, hint]];
 }
 
-const written = (value, unit = "") => (Number.isFinite(value) ? number(value) + unit : "–");
+/** Write a number of a comparison; the tiny ones of maps that are the same are 0. */
+const written = (value, unit = "") => (Number.isFinite(value) ? number(Math.abs(value) < 1e-4 ? 0 : value) + unit : "–");
 
 /** Compare what two models answer: {words, facts}. */
 function modelsCompared(...pair) {
@@ -120,16 +117,16 @@ function draw(canvas, legend, a, b) {
   else drawDifference(canvas, legend, a, b);
 }
 
-/** Draw A − B: in raw values with a shared scale, otherwise each divided by its own. */
+/** Draw A − B: in raw values with a shared scale, otherwise each divided by its largest magnitude. */
 function drawDifference(canvas, legend, a, b) {
   const isShared = state.style.scale === "shared";
   const { box, fine } = aligned(a, b);
-  const map = difference(...fine, isShared ? [1, 1] : [a.scale, b.scale]);
+  const map = difference(...fine, isShared ? [1, 1] : fine.map(({ data }) => strongest(data)));
   const style = { sign: "both", smooth: state.style.smooth };
   const scale = drawMap(canvas, map, { ...a.photo, seen: box }, style, { inputSize: a.inputSize });
   const bar = h("canvas.colours", { width: 128, height: 1, "aria-hidden": "true" });
   drawColorBar(bar, style);
-  const unit = isShared ? "In raw values." : "Each map is divided by its strongest value first.";
+  const unit = isShared ? "In raw values." : "Each map is divided by its largest magnitude first.";
   fill(legend, bar, h("div.ticks", h("span", `B stronger, ${number(barValues(style, scale)[0])}`), h("span", `A stronger, ${number(scale)}`)), h("p.hint", unit));
 }
 

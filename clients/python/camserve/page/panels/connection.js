@@ -4,10 +4,6 @@ import { connect, useToken } from "../server.js";
 import { on, state } from "../state.js";
 
 export function connectionPanel() {
-  show();
-}
-
-function show() {
   const { status, text } = state.connection;
   const place = byId("connection");
   place.dataset.status = status;
@@ -36,4 +32,4 @@ function tokenForm(text) {
   return h("form.notice", { onsubmit: submit }, h("p.refusal", { role: "alert" }, text), field, h("button.primary", { type: "submit" }, "Connect"));
 }
 
-on("connection", show);
+on("connection", connectionPanel);

@@ -56,7 +56,7 @@ function markInvalid(place, isInvalid) {
   for (const control of place.querySelectorAll(":scope > input, :scope > select")) control.setAttribute("aria-invalid", String(isInvalid));
 }
 
-/** Return the element for the longest part of a path, such as "methods[0].parameters.samples", that the page has. */
+/** Return the element for the longest part of a path that the page has. */
 function placeOf(path) {
   const places = [...document.querySelectorAll("[data-field]")];
   const fits = ({ dataset: { field } }) => path === field || (path.startsWith(field) && ".[".includes(path[field.length]));

@@ -29,17 +29,14 @@ let rank = "CHANNEL_RANK_GRADIENT";
 let inspected = null;
 let turn = 0; // of the requests: an answer to an older one is dropped
 
-export function depthPanel() {
-  return body;
-}
+export const depthPanel = () => body;
 
 /** Return the target of a request that accepts one: a segment or detection without its box, and no similarity. */
 function targetOf() {
   const [target] = state.ask.targets;
   if (!target || target.similarity) return {};
-  if (target.segment) return { target: { segment: { className: target.segment.className } } };
-  if (target.detection) return { target: { detection: { className: target.detection.className } } };
-  return { target };
+  const kind = ["segment", "detection"].find((name) => target[name]);
+  return { target: kind ? { [kind]: { className: target[kind].className } } : target };
 }
 
 async function inspect() {

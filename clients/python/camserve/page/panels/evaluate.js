@@ -6,11 +6,10 @@ import { mainModel, on, requestFor, state } from "../state.js";
 import { imageOf } from "../run.js";
 import { api, guarded, sentence } from "../server.js";
 
-const FIRST = ["deletion", "insertion", "sparseness"];
 const EDGES = ["left", "top", "right", "bottom"];
 
 const spaced = (name) => name.replaceAll("_", " ");
-const chosen = new Set(FIRST);
+const chosen = new Set(["deletion", "insertion", "sparseness"]);
 const options = h("div.metrics", { role: "group", "aria-label": "Measures" });
 const box = h("div.edges", { role: "group", "aria-label": "Box of the object, in pixels of the photo", "data-field": "box" });
 const cost = h("p.hint");
@@ -45,7 +44,7 @@ function toggle(name, isOn) {
 
 const chosenMetrics = () => state.metrics.filter(({ name }) => chosen.has(name));
 
-/** Show the fields of the object's box if a chosen measure needs it; the middle of the photo is the first guess. */
+/** Show the object's box if a chosen measure needs it; the middle of the photo is the first guess. */
 function showBox() {
   const { photo } = state;
   box.hidden = !photo || !chosenMetrics().some(({ needsBox }) => needsBox);
@@ -60,7 +59,6 @@ function boxOf() {
   return Object.fromEntries(EDGES.map((edge) => [edge, Number(box.querySelector(`[name=${edge}]`).value)]));
 }
 
-/** Say what it costs: each measure's rows for each map, besides the maps. */
 function showCost() {
   const metrics = chosenMetrics();
   const mapRows = Math.max(1, state.cost?.rows ?? 1);

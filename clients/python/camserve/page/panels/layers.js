@@ -1,5 +1,5 @@
 /** The choice of layers: the model's modules as a tree. Layers that cannot be explained say why. */
-import { choice, fill, h, labelled } from "../dom.js";
+import { chip, choice, fill, h, labelled, searchField } from "../dom.js";
 import { ask, mainModel, on, state } from "../state.js";
 import { detailsOf } from "../server.js";
 
@@ -15,7 +15,7 @@ const chips = h("ul.chips", { "aria-label": "Chosen layers" });
 const usual = h("p.hint");
 const tree = h("div.tree");
 const fusion = h("div");
-const search = h("input", { type: "search", placeholder: "Find a layer", "aria-label": "Find a layer", oninput: showTree });
+const search = searchField("Find a layer", { oninput: showTree });
 const all = h("details.all", { ontoggle: showTree }, h("summary", "Choose layers"), search, tree);
 const open = new Set(); // names of the opened branches
 
@@ -38,13 +38,9 @@ function show() {
   const names = chosen();
   usual.hidden = names.length > 0;
   usual.textContent = `The model's default layer, ${model.defaultLayer}.`;
-  fill(chips, names.map(chip));
+  fill(chips, names.map((name, index) => chip(name, `layers[${index}]`, () => toggleLayer(name, false))));
   fill(fusion, names.length > 1 ? labelled("Several layers give", choice(FUSIONS, state.ask.fusion, (value) => ask({ fusion: value }))) : null);
   showTree();
-}
-
-function chip(name, index) {
-  return h("li.chip", { "data-field": `layers[${index}]` }, h("span", name), h("button.remove", { "aria-label": `Remove ${name}`, onclick: () => toggleLayer(name, false) }, "×"));
 }
 
 async function showTree() {
@@ -62,7 +58,7 @@ async function showTree() {
   if (focused) tree.querySelector(`[data-layer="${CSS.escape(focused)}"]`)?.focus();
 }
 
-/** Return the layers as a tree: {layer, children} by the parts of their names, in the order in which they run. */
+/** Return the layers as a tree, {layer, children} by the parts of their names. */
 function grow(layers) {
   const root = { children: new Map() };
   for (const layer of layers) {

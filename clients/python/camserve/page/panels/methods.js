@@ -1,5 +1,5 @@
 /** The choice of methods, with a form for the parameters of each. Only methods that fit the model can be chosen. */
-import { checkbox, choice, debounced, fill, h, labelled, option } from "../dom.js";
+import { checkbox, choice, debounced, fill, h, labelled, option, removeButton, searchField } from "../dom.js";
 import { count } from "../lib/words.js";
 import { ask, mainModel, on, state } from "../state.js";
 import { detailsOf } from "../server.js";
@@ -19,7 +19,7 @@ let layers = []; // of the first model
 let filter = "";
 
 export function methodsControl() {
-  const search = h("input", { type: "search", placeholder: "Find a method", "aria-label": "Find a method", oninput: find });
+  const search = searchField("Find a method", { oninput: find });
   const all = h("details.all", h("summary", "Add methods"), search, groups);
   return h("fieldset", h("legend", "Methods"), chosen, all);
 }
@@ -56,7 +56,7 @@ function showChosen() {
 function card({ name, ...given }, index) {
   const info = infoOf(name) ?? {};
   const { summary = "", formula = "", paper = "", parameters = [], eigenSmoothing = false } = info;
-  const remove = h("button.remove", { "aria-label": `Remove ${name}`, onclick: () => toggle(name, false) }, "×");
+  const remove = removeButton(`Remove ${name}`, () => toggle(name, false));
   const forms = parameters.map((parameter) => formOf(parameter, index, given.parameters?.[parameter.name]));
   const smoothing = [
     checkbox("Average mirrored and contrasted copies", given.augmentationSmoothing ?? false, (value) => change(index, { augmentationSmoothing: value }), { hint: "Costs six times as much." }),

@@ -1,6 +1,6 @@
 /** The choice of models: one, or several side by side. */
 import { fill, h, option } from "../dom.js";
-import { ask, mainModel, on, state } from "../state.js";
+import { ask, mainModel, modelNamed, on, state } from "../state.js";
 import { detailsOf } from "../server.js";
 
 const TASKS = {
@@ -51,8 +51,7 @@ async function choose(name, isOn) {
 
 /** Return true if targets of one model mean the same for another one. */
 async function haveSameLabels(one, other) {
-  const task = (name) => state.models.find((model) => model.name === name)?.task;
-  if (task(one) !== task(other)) return false;
+  if (modelNamed(one)?.task !== modelNamed(other)?.task) return false;
   const [first, second] = await Promise.all([one, other].map(detailsOf));
   return String(first.labels) === String(second.labels);
 }

@@ -1,5 +1,5 @@
 /** The photo: drop, paste, choose, samples, and the row of recent photos. */
-import { byId, fill, h, PHOTO_TYPES, problem } from "../dom.js";
+import { byId, fileButton, fill, h, PHOTO_TYPES, problem } from "../dom.js";
 import { changed, state } from "../state.js";
 import { openReceipt } from "./receipts.js";
 import { marksOf } from "./marks.js";
@@ -15,12 +15,6 @@ const THUMBNAIL = 96; // pixels
 const stage = h("div.stage");
 const tray = h("ul.tray", { "aria-label": "Photos" });
 const messages = h("div", { "data-field": "image" });
-const input = h("input.unseen", { type: "file", id: "files", multiple: true, accept: `${PHOTO_TYPES},.json`, onchange: chosen });
-
-function chosen() {
-  take([...input.files]);
-  input.value = "";
-}
 
 export function photosPanel() {
   const samples = SAMPLES.map(([file, name]) =>
@@ -30,7 +24,7 @@ export function photosPanel() {
     byId("photo"),
     h("h2", { id: "photo-title" }, "Photo"),
     stage,
-    h("div.row", input, h("label.button.primary", { for: "files" }, "Choose photos"), h("span.hint", "or drop or paste them anywhere")),
+    h("div.row", fileButton("Choose photos", `${PHOTO_TYPES},.json`, take, { id: "files", multiple: true, classes: "button primary" }), h("span.hint", "or drop or paste them anywhere")),
     messages,
     tray,
     h("div.samples", { role: "group", "aria-label": "Sample photos" }, samples),

@@ -1,4 +1,4 @@
-/** The predictions with bars; a click explains one, adds it, or contrasts it with the one that is explained. */
+/** The predictions with bars; a click explains one, adds it, or contrasts it with the explained one. */
 import { byId, fill, h, segmented, swatch } from "../dom.js";
 import { className, count, probability } from "../lib/words.js";
 import { mainTask, on, state } from "../state.js";

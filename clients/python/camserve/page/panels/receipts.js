@@ -1,14 +1,14 @@
 /** Receipts: open one, take over its request, and compare its map with the one that is computed now. */
-import { fill, h, problem } from "../dom.js";
+import { fill, h, problem, removeButton } from "../dom.js";
 import { decodeMap, strongest } from "../lib/maps.js";
 import { readReceipt, requestOf } from "../lib/receipt.js";
 import { number } from "../lib/words.js";
-import { ask, changed, on, state } from "../state.js";
+import { ask, changed, modelNamed, on, state } from "../state.js";
 import { sentence } from "../server.js";
 
 const report = h("div.stack", { "aria-live": "polite" });
 
-/** Return the element that says what an opened receipt is, and if the map is the same. */
+/** Return what an opened receipt is, and if the map is the same. */
 export const receiptReport = () => report;
 
 /** Open a receipt: the controls ask for its explanation. */
@@ -22,8 +22,7 @@ export async function openReceipt(file) {
   }
   const { model, methods, targets, layers = [], fusion = "" } = requestOf(state.receipt.content);
   changed("receipt");
-  const isKnown = state.models.some(({ name }) => name === model);
-  ask({ ...(isKnown ? { models: [model] } : {}), methods, targets, layers: { ...state.ask.layers, [model]: layers }, fusion });
+  ask({ ...(modelNamed(model) ? { models: [model] } : {}), methods, targets, layers: { ...state.ask.layers, [model]: layers }, fusion });
   show();
 }
 
@@ -39,7 +38,7 @@ function show() {
   };
   fill(
     report,
-    h("div.line", h("h3", `Receipt ${name}`), h("button.remove", { "aria-label": "Close the receipt", onclick: close }, "×")),
+    h("div.line", h("h3", `Receipt ${name}`), removeButton("Close the receipt", close)),
     h("p.hint", `${content.method} on ${content.layers.join(" + ") || "the pixels"}, model ${content.model}, score ${number(Number(content.score))}.`),
     checks.length ? h("ul.checks", checks.map(check)) : h("p", "Choose its photo to compute the map again."),
   );
@@ -54,7 +53,6 @@ function checksOf(content, { response: { receipt }, explanation, map }) {
   ].filter(Boolean);
 }
 
-/** Compare the map with the receipt's, relative to its largest value. */
 function mapCheck(recorded, map) {
   if (!recorded) return null;
   const before = decodeMap(recorded);

@@ -1,5 +1,5 @@
 /** Save and share: the picture and numbers of a map, its receipt, a link, and the request as code. */
-import { choice, debounced, download, fill, h, labelled, newId, say } from "../dom.js";
+import { choice, debounced, download, fileButton, fill, h, labelled, say } from "../dom.js";
 import { receiptText } from "../lib/receipt.js";
 import { asCurl, asPython, renderingOf } from "../lib/snippets.js";
 import { changed, link, on, requestFor, state } from "../state.js";
@@ -11,20 +11,13 @@ import { openReceipt, receiptReport } from "./receipts.js";
 
 const saving = h("div.stack");
 const code = h("div.stack");
-const opener = h("input.unseen", { type: "file", id: newId("receipt"), accept: ".json,application/json", onchange: open });
 const linked = h("button", { onclick: copyLink }, "Copy the link");
-
-async function open() {
-  const [file] = opener.files;
-  opener.value = "";
-  if (file) await openReceipt(file);
-}
 
 export function sharePanel() {
   return [
     saving,
     h("h3", "Link and receipt"),
-    h("div.row", linked, opener, h("label.button", { for: opener.id }, "Open a receipt")),
+    h("div.row", linked, fileButton("Open a receipt", ".json,application/json", ([file]) => openReceipt(file))),
     h("p.hint", "The link restores everything but the photo. A receipt has what is needed to compute a map again and to compare it."),
     receiptReport(),
     code,

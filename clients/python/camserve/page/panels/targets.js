@@ -1,5 +1,5 @@
 /** The choice of targets: the first predictions, classes found by their labels, or another photo to compare with. */
-import { checkbox, debounced, fill, h, labelled, newId, PHOTO_TYPES } from "../dom.js";
+import { checkbox, chip, debounced, fileButton, fill, h, labelled, newId, PHOTO_TYPES, searchField } from "../dom.js";
 import { base64Of } from "../lib/maps.js";
 import { ask, mainModel, on, state } from "../state.js";
 import { detailsOf } from "../server.js";
@@ -14,10 +14,9 @@ const countField = labelled("Number of first predictions", count);
 const kinds = h("div.switches");
 const listId = newId("labels");
 const list = h("ul.found", { id: listId, role: "listbox", "aria-label": "Classes", hidden: true });
-const search = h("input", { type: "search", placeholder: "Find a class", "aria-label": "Find a class", role: "combobox", "aria-expanded": "false", "aria-controls": listId, "aria-autocomplete": "list", autocomplete: "off", oninput: debounced(find, 100), onkeydown: key });
+const search = searchField("Find a class", { role: "combobox", "aria-expanded": "false", "aria-controls": listId, "aria-autocomplete": "list", autocomplete: "off", oninput: debounced(find, 100), onkeydown: key });
 const finder = h("div.finder", search, list);
-const other = h("input.unseen", { type: "file", id: newId("other"), accept: PHOTO_TYPES, onchange: otherChosen });
-const similarity = h("div.row", other, h("label.button", { for: other.id }, "Similarity to another photo"));
+const similarity = h("div.row", fileButton("Similarity to another photo", PHOTO_TYPES, explainSimilarity));
 
 let labels = [];
 let found = [];
@@ -33,11 +32,8 @@ function countChanged() {
   if (Number.isInteger(topK) && topK >= 1) ask({ topK });
 }
 
-async function otherChosen() {
-  const [file] = other.files;
-  if (!file) return;
+async function explainSimilarity([file]) {
   const image = base64Of(new Uint8Array(await file.arrayBuffer()));
-  other.value = "";
   ask({ targets: [{ similarity: { image } }] });
 }
 
@@ -51,17 +47,15 @@ async function show() {
   labels = [];
   ({ labels } = await detailsOf(model.name).catch(() => ({ labels: [] })));
   finder.hidden = model.task === "embed";
-  fill(chips, targets.map(chip));
+  fill(chips, targets.map(chipOf));
   showKinds(model);
 }
 
-function chip(target, index) {
-  const remove = () => ask({ targets: state.ask.targets.filter((_, at) => at !== index) });
-  const name = nameOf(target, labels);
-  return h("li.chip", { "data-field": `targets[${index}]` }, h("span", name), h("button.remove", { "aria-label": `Remove ${name}`, onclick: remove }, "×"));
+function chipOf(target, index) {
+  return chip(nameOf(target, labels), `targets[${index}]`, () => ask({ targets: state.ask.targets.filter((_, at) => at !== index) }));
 }
 
-/** Offer other questions about the chosen classes: their probability, or what sets them apart from similar ones. */
+/** Offer other questions about the chosen classes. */
 function showKinds({ task }) {
   const { targets } = state.ask;
   const isClass = (target) => "classIndex" in target || "finer" in target;

@@ -18,8 +18,9 @@ function set(theme) {
 
 function show() {
   const button = byId("theme");
-  button.textContent = now() === "dark" ? "☀ Light" : "☾ Dark";
-  button.setAttribute("aria-label", now() === "dark" ? "Switch to light colours" : "Switch to dark colours");
+  const [text, other] = now() === "dark" ? ["☀ Light", "light"] : ["☾ Dark", "dark"];
+  button.textContent = text;
+  button.setAttribute("aria-label", `Switch to ${other} colours`);
 }
 
 /** Make the button work, and restore the choice of an earlier visit. */
