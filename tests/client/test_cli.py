@@ -786,6 +786,7 @@ def test_every_command_takes_a_client_of_another_program(name: str, photos: Any,
     command = cli.main.commands[name]
     photo = photos / "cat.jpg"
     given = {"paths": (str(photo),), "photo": photo, "receipt": photo, "name": "x", "output": tmp_path / "a.png"}
+    given |= {"baseline": "tiny", "candidate": "large"}
     known = {each.name for each in command.params}
     with click.Context(cli.main) as context, pytest.raises(Used):
         context.invoke(command, connect=connect, **{key: value for key, value in given.items() if key in known})

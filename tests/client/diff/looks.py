@@ -14,11 +14,12 @@ from PIL import Image
 
 from camserve import Box, Explanation, Photo, Prediction, Receipt, Verdict
 from camserve._result import Result, Timing
+from camserve.diff.calibration import Calibration, MethodCalibration
 from camserve.diff.recording import Header
 from camserve.v1 import explain_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -30,6 +31,13 @@ OPTIONS: dict[str, Any] = {"methods": [{"name": "gradcam"}], "topK": 1}
 HEADER = Header("tiny", "timm:tiny", "default", "ab" * 32, "float32", "cd" * 32, 2, OPTIONS)
 DIGEST = "ef" * 32
 WHOLE = Photo(WIDTH, HEIGHT, Box(0, 0, WIDTH, HEIGHT))
+
+
+def calibration_of(
+    method: str = "gradcam", layer: str = "features", floor: Sequence[float] = (0.9,), random: Sequence[float] = (0.1,)
+) -> Calibration:
+    """Return a calibration of one method."""
+    return Calibration(0, ("a.jpg",), 0.0, (MethodCalibration(method, layer, tuple(floor), tuple(random)),))
 
 
 def write_photos(folder: Path, count: int, first: int = 0) -> Path:
@@ -79,6 +87,8 @@ class Looks:
         blind: Names of models whose maps are flat.
         failing: SHA-256 of photos that a model cannot explain.
         stop_after: The number of photos after which the server refuses every other one.
+        hold_after: The number of photos after which the server does not answer until ``release`` is set.
+        release: See ``hold_after``.
         explained: The model and the SHA-256 of each photo, in the order of the requests.
         requests: The requests.
     """
@@ -88,6 +98,8 @@ class Looks:
     blind: set[str] = field(default_factory=set)
     failing: set[str] = field(default_factory=set)
     stop_after: int = 1 << 30
+    hold_after: int = 1 << 30
+    release: threading.Event = field(default_factory=threading.Event)
     explained: list[tuple[str, str]] = field(default_factory=list)
     requests: list[explain_pb2.ExplainRequest] = field(default_factory=list)
     _lock: Any = field(default_factory=threading.Lock)
@@ -100,6 +112,10 @@ class Looks:
     def _stream(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
         for each in requests:
             digest = hashlib.sha256(each.request.image).hexdigest()
+            if len(self.explained) >= self.hold_after:
+                self.release.wait()
+                if not context.is_active():  # the client is gone
+                    return
             with self._lock:
                 if len(self.explained) >= self.stop_after:
                     context.abort(grpc.StatusCode.PERMISSION_DENIED, "the token has expired")

@@ -1,8 +1,8 @@
 """Calibration: how much the baseline's maps change although nothing important did, and if everything did.
 
-The *floor* compares the baseline's maps with those of the same photos with a little noise; methods with random numbers
-also get another seed. The *ceiling* compares them with the maps of the same network with random weights (Adebayo et al.
-2018, arXiv:1810.03292, section 3.1). Between the two lies every candidate.
+The *floor* compares the baseline's maps with those of the same photos with a little noise. The *ceiling* compares them
+with the maps of the same network with random weights (Adebayo et al. 2018, arXiv:1810.03292, section 3.1). Between the
+two lies every candidate. Methods with random numbers keep their seed, which both sides of a diff share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from camserve import _local, _map_numbers
 from camserve._errors import CamserveError, Internal, InvalidArgument
 from camserve._evaluation import Metric
-from camserve._values import Method
 from camserve.diff.record import explain_items
 from camserve.diff.recording import CALIBRATION_FILE
 
@@ -236,13 +235,12 @@ class _Floor:
     side: int
 
     def item(self, name: str, draw: int) -> ImageWithOptions:
-        """Return the request for a photo with noise; methods with a seed get another one."""
+        """Return the request for a photo with noise."""
         pixels = _pixels(self.sample.photos[name], self.side)
         generator = np.random.default_rng([self.sample.seed, draw, self.sample.names.index(name)])
         noisy = pixels + generator.normal(0, 255 * NOISE, pixels.shape)
-        photo = self.recording.photo(name)
-        methods = _with_other_seeds(photo, draw + 1)
-        return {"image": noisy.round().clip(0, 255).astype(np.uint8), "methods": methods, "targets": photo.targets}
+        image = noisy.round().clip(0, 255).astype(np.uint8)
+        return {"image": image, "targets": self.recording.photo(name).targets}
 
 
 def _pixels(path: Path, side: int) -> NDArray[np.uint8]:
@@ -259,18 +257,6 @@ def _pixels(path: Path, side: int) -> NDArray[np.uint8]:
         size = round(ratio * upright.width), round(ratio * upright.height)
         upright = upright.resize(size, reducing_gap=2)
     return np.asarray(upright)
-
-
-def _with_other_seeds(photo: RecordedPhoto, step: int) -> list[Method]:
-    """Return the methods of a photo, each with another seed if it has one."""
-    methods: list[Method] = []
-    for receipt in (explanation.receipt for explanation in photo.explanations):
-        other = {"seed": float(receipt.parameters["seed"]) + step} if "seed" in receipt.parameters else {}
-        smoothing = receipt.augmentation_smoothing, receipt.eigen_smoothing
-        method = Method(receipt.method, {**receipt.parameters, **other}, *smoothing)
-        if method not in methods:
-            methods.append(method)
-    return methods
 
 
 def _random_weights(

@@ -132,6 +132,8 @@ def cases_of(
         if (one.method, one.layer) not in scales:
             raise FailedPrecondition(f"the baseline's calibration lacks {one.method} {one.layer}".rstrip())
         comparison = _compare(before.name, one, other, box)
+        if not comparison.same_target:
+            raise FailedPrecondition(f"{before.name}: the two sides explain different classes")
         floor, _, ceiling = scales[one.method, one.layer]
         case = Case(
             image=before.name,

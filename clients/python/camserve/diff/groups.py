@@ -60,7 +60,7 @@ def _largest(change: Change, titles: Mapping[str, list[int]], cases: Sequence[Ca
     if len(groups) <= MOST:
         return groups
     rest = [index for each in groups[MOST - 1 :] for index in each.cases]
-    return [*groups[: MOST - 1], make(f"{len(groups) - MOST + 1} other kinds of it", rest)]
+    return [*groups[: MOST - 1], make(f"{len(groups) - MOST + 1} smaller groups", rest)]
 
 
 def _title_elsewhere(case: Case) -> str:

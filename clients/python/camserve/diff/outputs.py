@@ -161,8 +161,8 @@ def check_rows(report: Report) -> list[tuple[str, ...]]:
             check.layer,
             f"{check.cases:,}",
             _interval(check.median, ".2f"),
-            f"{check.floor:.2f}, from {check.floor_limit:.2f}",
-            f"{check.ceiling:.2f}",
+            f"{check.floor:.3g}, from {check.floor_limit:.3g}",
+            f"{check.ceiling:.3g}",
             _interval(check.elsewhere, ".0%"),
             "differs" if check.changed else "same",
         )

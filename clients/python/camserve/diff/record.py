@@ -5,8 +5,10 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final
 
+import grpc
+
 from camserve._errors import CamserveError, Internal
-from camserve._photo_errors import is_request_error
+from camserve._photo_errors import is_photo_error, is_request_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -77,8 +79,9 @@ def explain_items(client: Client, items: Iterator[ImageWithOptions], options: Ex
 
 def _checked(outcome: Outcome) -> Outcome:
     if isinstance(outcome, CamserveError):
-        if is_request_error(outcome):
-            raise outcome
+        queue_is_full = outcome.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not is_photo_error(outcome)
+        if is_request_error(outcome) or queue_is_full:
+            raise outcome  # the photo is not at fault
         return outcome
     if not outcome.explanations or any(each.heatmap is None for each in outcome.explanations):
         raise Internal("the server sent no map")

@@ -41,7 +41,7 @@ def scale_of(calibration: MethodCalibration) -> tuple[float, float, float]:
         raise FailedPrecondition(f"{name} cannot be calibrated: none of its maps can be read; choose another method")
     limit, ceiling = float(np.quantile(floor, _FLOOR_QUANTILE)), float(np.median(calibration.random))
     if limit <= ceiling:
-        numbers = f"with random weights (rank correlation {ceiling:.2f}) as with a little noise ({limit:.2f})"
+        numbers = f"with random weights (rank correlation {ceiling:.3g}) as with a little noise ({limit:.3g})"
         advice = "choose another method or layer"
         raise FailedPrecondition(f"{name} cannot tell two models apart: its maps stay as similar {numbers}; {advice}")
     return float(np.median(floor)), limit, ceiling
@@ -75,8 +75,8 @@ def check(
     name = _name(calibration)
     reasons: list[str] = []
     if median.value < limit:
-        band = f"95 % of the baseline's own are above {limit:.2f} with a little noise"
-        reasons.append(f"{name}: the median rank correlation is {median.value:.2f}; {band}")
+        band = f"95 % of the baseline's own are above {limit:.3g} with a little noise"
+        reasons.append(f"{name}: the median rank correlation is {median.value:.3g}; {band}")
     if more_than(elsewhere, max(max_changed, own)):
         nearer = "of the maps are nearer to maps of random weights than to the baseline's"
         reasons.append(f"{name}: {np.mean(elsewhere):.0%} {nearer}; {_limit(max_changed, own)}")

@@ -147,7 +147,7 @@ class Check:
         layer: Name of the layer of the baseline; empty for methods without one.
         cases: Number of cases that could be compared.
         median: Median rank correlation of the cases.
-        floor: Median rank correlation of the baseline with itself: with noise, other seeds, mirrored.
+        floor: Median rank correlation of the baseline with itself, with a little noise.
         floor_limit: The 5 % quantile of these rank correlations: the lower end of the floor's band.
         ceiling: Median rank correlation of the baseline with randomised weights.
         elsewhere: Share of the cases that are nearer to the ceiling than to the floor.

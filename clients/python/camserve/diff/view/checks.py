@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 _HELP = (
     "Each photo has a rank correlation: how alike both maps order the places of the photo. 1 is the same order, 0 is "
-    "no relation. Two measurements say what a number means. The baseline is compared with itself, with noise, other "
-    "seeds or mirrored photos: this is the least that one model differs from itself. And it is compared with itself "
-    "after its weights were randomised: this is a model that has learned nothing. A photo looks elsewhere if it is "
-    "nearer to the second than to the first. “Towards randomised weights” says where a case lies between them: 0 % is "
-    "the median of the first, 100 % that of the second."
+    "no relation. Two measurements say what a number means. The baseline is compared with itself with a little noise "
+    "on the photos: this is how much a map changes although nothing important did. And it is compared with itself with "
+    "random weights: this is a model that has learned nothing. A photo looks elsewhere if it is nearer to the second "
+    "than to the first. “Towards randomised weights” says where a case lies between them: 0 % is the median of the "
+    "first, 100 % that of the second."
 )
 _HEADINGS = (
     "Method", "Layer", "Comparisons", "Median rank correlation", "Baseline against itself", "Lower end of this band",
