@@ -2,17 +2,22 @@
 
 import importlib.util
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from torchvision.models import ResNet18_Weights, resnet18
 
 import camserve
 import needs
 from camserve_server import methods, metrics
+from camserve_server.cli import commands
 from camserve_server.core import config
 from camserve_server.imaging import render
 from methods.parity.catalogue import CASES
@@ -246,6 +251,50 @@ def test_receipts_page_example_runs_as_printed(paste, capsys):
 
     assert names["replay"].same  # within 1e-5; the page promises the bytes, 0.0, on an idle server only
     assert capsys.readouterr().out.split() == ["True", str(names["replay"].gap)]
+
+
+def test_diff_page_comparison_runs_as_printed(tmp_path, monkeypatch, capsys):
+    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
+    monkeypatch.chdir(tmp_path)
+    candidate = "candidate=efficientnet_lite0?precision=bfloat16"
+    with (
+        serving(models=("efficientnet_lite0", candidate)) as served,
+        camserve.Client(served.address, timeout=600) as client,
+    ):
+        exec(code(page("diff"), "compared = client.compare("), {"client": client})  # noqa: S102 -- that is the promise
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["gradcam", "layercam"]
+    assert all(float(line.split()[1]) > 0.9 for line in lines)
+
+
+@pytest.mark.slow  # each run imports torch
+def test_diff_page_snapshot_is_recorded_and_compared(tmp_path):
+    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
+    for opening in ("# conftest.py", "# test_model.py"):
+        (tmp_path / opening.removeprefix("# ")).write_text(code(page("diff"), opening))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+
+    def run(*flags):
+        return subprocess.run([*command, *flags], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    missing = run()
+    assert (missing.returncode, "record it with pytest --camserve-update" in missing.stdout) == (1, True)
+    assert run("--camserve-update").returncode == 0
+    assert run().returncode == 0
+
+
+def test_diff_page_workflow_has_commands_that_parse(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("photos").mkdir()
+    (text,) = re.findall(r"```yaml\n(name: looks.*?)```", page("diff"), re.DOTALL)
+    workflow = yaml.safe_load(text)
+    (command,) = [step["run"] for step in workflow["jobs"]["diff"]["steps"] if "diff" in step.get("run", "")]
+    words = shlex.split(command)
+    context = commands.program.commands["diff"].make_context("diff", words[2:])
+
+    assert words[:2] == ["camserve-server", "diff"]
+    assert context.params["candidate"] == "my_package.models:build"
 
 
 @pytest.fixture
