@@ -94,7 +94,7 @@ def run(
         photos: Paths of the photos by name.
         sides: The baseline and the candidate.
         output: Folder of the report.
-        settings: DiffSettings of the diff.
+        settings: Settings of the diff.
         stage: Function that is called with the name of each stage and its number of steps; it returns a function
             to call after each step.
 
@@ -168,7 +168,7 @@ class _Session:
         photos: Paths of the photos by name.
         digests: SHA-256 of their files by name.
         folder: Folder of the recordings that this diff makes.
-        settings: DiffSettings of the diff.
+        settings: Settings of the diff.
         stage: As for ``run``.
         failures: Photos that one side could not explain.
     """
