@@ -10,6 +10,8 @@ import pytest
 import torch
 from benchmarks import __main__ as program
 from benchmarks import engine, memory, neighbours, page, results, served, serving, stage_server, stages
+from benchmarks.diff import changes, toy
+from benchmarks.diff import measure as diff
 from benchmarks.scale import TINY
 
 import needs
@@ -102,6 +104,25 @@ def test_memory_is_measured_before_and_at_the_peak_of_a_batch(monkeypatch, capsy
     part = memory.measure(TINY, say=quietly)
 
     assert {"resnet18", "resnet18 float32"} == set(rows_of(part))
+
+
+@pytest.mark.slow
+def test_diff_finds_planted_changes_but_not_noise(monkeypatch):
+    trained = functools.partial(toy.trained, count=1200, epochs=4)
+    copies = {
+        "patch learnt": toy.patch_learnt,
+        "last block random": lambda network, seed: changes.randomised(network, seed, "blocks.3"),
+    }
+    monkeypatch.setattr(toy, "trained", trained)
+    monkeypatch.setattr(
+        toy, "copies", lambda network, seed: {name: copy(network, seed) for name, copy in copies.items()}
+    )
+    monkeypatch.setattr(diff, "METHODS", ("gradcam",))
+    part = diff.measure(runs=1, draws=5, with_real=False, say=quietly)
+
+    (table,) = part.tables
+    found = {row[1]: row[-1] for row in table.rows}
+    assert found == {"noise": "0.00", "patch learnt": "1.00", "last block random": "1.00", "not accelerated": "0.00"}
 
 
 def test_results_are_kept_together_with_earlier_ones(monkeypatch, tmp_path, capsys):

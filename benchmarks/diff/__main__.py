@@ -1,4 +1,4 @@
-"""`python -m benchmarks.diff`: measure how often the rules of a comparison of two models are wrong."""
+"""`python -m benchmarks.diff`: measure how often `camserve diff` is wrong; with `--speed`, how long it takes."""
 
 import argparse
 import sys
@@ -14,9 +14,9 @@ INTRO = """# Error rates of a comparison of two models
 Written by `{command}`; do not edit. {machine}. {versions}.
 
 The columns floor, limit and ceiling are rank correlations of the baseline's maps: with those of photos with a little
-noise (median, and the 5 % quantile), and with those of random weights (median). A rule fails a check if it says that
-the candidate looks elsewhere; `benchmarks/diff/rules.py` has the rules. The last columns are the shares of the checks
-of 25 and of 64 photos that each rule fails.
+noise (median, and the 5 % quantile), and with those of random weights (median). The column median is that of the
+candidate. The last columns are the shares of the runs with 25 and with 64 photos in which each rule says that the
+candidate differs: `diff` is the rule of `camserve diff`, and "without a test" takes any share above 5 % for a change.
 """
 
 
@@ -25,6 +25,11 @@ def main() -> None:
     asked = _arguments()
     if asked.threads:
         torch.set_num_threads(asked.threads)
+    if asked.speed:
+        from benchmarks.diff import speed  # noqa: PLC0415 -- starts a server
+
+        print(f"\n{results.as_text(speed.measure(asked.photos))}", flush=True)
+        return
     part = measure(asked.runs, asked.draws, with_real=not asked.toy)
     text = results.as_text(part)
     print(f"\n{text}", flush=True)
@@ -39,6 +44,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=4, metavar="N", help="number of toy models (default: 4)")
     parser.add_argument("--draws", type=int, default=200, metavar="N", help="draws of photos from each (default: 200)")
     parser.add_argument("--toy", action="store_true", help="leave out the default model and its real photos")
+    parser.add_argument("--speed", action="store_true", help="measure the speed and the memory instead")
+    parser.add_argument("--photos", type=int, default=300, metavar="N", help="for --speed (default: 300)")
     parser.add_argument("--threads", type=int, help="of torch (default: one a core)")
     parser.add_argument("--write", action="store_true", help="put what is found into RESULTS.md of this folder")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent, help="of RESULTS.md")

@@ -1,20 +1,20 @@
-"""Measurement of the rules: samples of a toy model and of the default model, and tables of their error rates."""
+"""Measurement of the rule: samples of toy models and of the default model, and tables of their error rates."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from benchmarks.diff import changes, maps, real, rules, toy
+from benchmarks.diff import maps, real, rules, toy
 from benchmarks.diff.maps import Answers, Photos
 from benchmarks.diff.rules import RULES, Sample
 from benchmarks.results import Part, Table
+from camserve.diff import rule
+from camserve.diff.calibration import NOISE
 from camserve_server import Explainer, models
 
 METHODS = ("gradcam", "layercam", "saliency")
-NOISE = 0.02
-"""Standard deviation of the floor's noise, as a share of the range of pixels."""
 POOL, PHOTOS = 100, (25, 64)
 """Number of explained photos, and of those that one decision is made from."""
 
@@ -23,7 +23,7 @@ Samples = dict[str, dict[str, Sample]]
 
 
 def measure(runs: int = 4, draws: int = 200, *, with_real: bool = True, say: Callable[[str], None] = print) -> Part:
-    """Measure how often each rule fails each candidate.
+    """Measure how often each rule says that a candidate differs.
 
     Args:
         runs: The number of toy models.
@@ -36,9 +36,9 @@ def measure(runs: int = 4, draws: int = 200, *, with_real: bool = True, say: Cal
     for seed in range(runs):
         sets.append(toy_samples(seed))
         say(f"diff: toy model {seed + 1} of {runs}")
-    part.tables.append(_table(f"Share of failed checks, toy models from {runs} seeds", sets, draws))
+    part.tables.append(_table(f"Toy models from {runs} seeds", sets, draws))
     if with_real:
-        part.tables.append(_table(f"Share of failed checks, {real.SPEC} and crops of photos", [real_samples()], draws))
+        part.tables.append(_table(f"{real.SPEC} and crops of photos", [real_samples()], draws))
     return part
 
 
@@ -71,50 +71,49 @@ def _samples_of(network: nn.Module, options: dict[str, Any], others: dict[str, _
         classes = maps.explain(explainer, photos, None, METHODS[:1]).predictions
         truth = maps.explain(explainer, photos, classes, METHODS)
         noisy = [maps.explain(explainer, maps.noisy(photos, NOISE, seed), classes, METHODS) for seed in range(3)]
-        mirrored = maps.explain(explainer, maps.mirrored(photos), classes, METHODS).mirrored()
-    found = {"noise": noisy[2], "mirrored": mirrored}
-    random = ("", (changes.randomised(network, 10), options))
-    for name, (other, how) in [*others.items(), random]:
+        random = maps.with_random_weights(explainer, photos, classes, METHODS)
+    found = {"noise": noisy[2]}
+    for name, (other, how) in others.items():
         with Explainer(other, **how) as explainer:
             found[name] = maps.explain(explainer, photos, classes, METHODS)
-    ceiling = found.pop("")
-    return {method: dict(_by_candidate(method, truth, noisy[:2], ceiling, found)) for method in METHODS}
+    return {
+        method: {name: _sample(method, truth, noisy[:2], random[method], one) for name, one in found.items()}
+        for method in METHODS
+    }
 
 
-def _by_candidate(
-    method: str, truth: Answers, floor: Sequence[Answers], ceiling: Answers, found: dict[str, Answers]
-) -> Iterator[tuple[str, Sample]]:
-    def correlations(answers: Iterable[Answers]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        rows = [maps.numbers(truth.maps[method], one.maps[method])["spearman"] for one in answers]
-        return np.nan_to_num(np.stack(rows))
-
-    floors, (ceilings,) = correlations(floor), correlations([ceiling])
-    changed = np.stack([one.predictions != truth.predictions for one in floor])
-    for name, answers in found.items():
-        (candidate,) = correlations([answers])
-        yield name, Sample(candidate, answers.predictions != truth.predictions, floors, changed, ceilings)
+def _sample(method: str, truth: Answers, noisy: Sequence[Answers], random: maps.Values, candidate: Answers) -> Sample:
+    return Sample(
+        truth.correlations(method, candidate),
+        truth.verdict_changes(method, candidate),
+        candidate.predictions != truth.predictions,
+        np.stack([truth.correlations(method, one) for one in noisy]),
+        np.stack([one.predictions != truth.predictions for one in noisy]),
+        random,
+    )
 
 
 def _table(title: str, sets: Sequence[Samples], draws: int) -> Table:
     columns = ("method", "candidate", "floor", "limit", "ceiling", "median", "predictions changed")
-    rules_of = tuple(f"{rule}, {count}" for count in PHOTOS for rule in RULES)
+    rules_of = tuple(f"{name}, {count}" for count in PHOTOS for name in RULES)
     rows = [
-        (method, name, *_levels([samples[method][name] for samples in sets]), *cells)
+        (method, name, *_levels(samples), *_rates(samples, draws))
         for method in METHODS
         for name in sets[0][method]
-        for cells in [_rates([samples[method][name] for samples in sets], draws)]
+        for samples in [[one[method][name] for one in sets]]
     ]
     return Table(title, columns + rules_of, rows)
 
 
 def _levels(samples: Sequence[Sample]) -> tuple[str, ...]:
-    levels = [
-        (np.median(one.floor), one.limit, np.median(one.ceiling), np.median(one.candidate), one.changed.mean())
-        for one in samples
-    ]
+    levels = [(*_scale(one), np.nanmedian(one.candidate), one.changed.mean()) for one in samples]
     return tuple(f"{level:.2f}" for level in np.mean(levels, 0))
+
+
+def _scale(sample: Sample) -> tuple[float, float, float]:
+    return rule.scale_of(sample.calibration)
 
 
 def _rates(samples: Sequence[Sample], draws: int) -> tuple[str, ...]:
     found = [[rules.rates(one, count, draws) for one in samples] for count in PHOTOS]
-    return tuple(f"{np.mean([one[rule] for one in some]):.2f}" for some in found for rule in RULES)
+    return tuple(f"{np.mean([one[name] for one in some]):.2f}" for some in found for name in RULES)

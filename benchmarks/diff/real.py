@@ -6,10 +6,11 @@ import cv2
 import numpy as np
 import skimage
 import sklearn
+from numpy.typing import NDArray
 from torch import nn
 
 from benchmarks.diff import changes
-from benchmarks.diff.maps import Image, Photos
+from benchmarks.diff.maps import Photos
 
 SPEC = "efficientnet_lite0"
 SIDE = 224
@@ -28,14 +29,14 @@ def crops(count: int, seed: int = 0) -> Photos:
     return [_crop(whole[index % len(whole)], rng) for index in range(count)]
 
 
-def _read(path: Path) -> Image:
+def _read(path: Path) -> NDArray[np.uint8]:
     photo = cv2.imread(str(path), cv2.IMREAD_COLOR_RGB)
     if photo is None:
         raise FileNotFoundError(path)
     return np.asarray(photo, np.uint8)
 
 
-def _crop(image: Image, rng: np.random.Generator) -> Image:
+def _crop(image: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
     side = int(min(image.shape[:2]) * rng.uniform(0.55, 1))
     top, left = (rng.integers(0, length - side + 1) for length in image.shape[:2])
     part = np.ascontiguousarray(image[top : top + side, left : left + side])

@@ -1,86 +1,82 @@
-"""Rules that say whether a candidate looks elsewhere than its baseline, and how often they say so."""
+"""Verdicts of `camserve diff` on random draws of photos, and those of the same limits without a test."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binom
 
-SHARE = 0.05
-"""Share of the photos that may change."""
-LEVEL = 0.01
-"""Probability with which an exact binomial test may find more than that share by chance."""
+from benchmarks.diff.maps import Values
+from camserve import FailedPrecondition
+from camserve.diff import rule
+from camserve.diff.calibration import MethodCalibration
+from camserve.diff.values import MAX_CHANGED, Interval
 
-LITERAL, COUNTED, STRICT = "literal", "counted", "strict"
-RULES = (LITERAL, COUNTED, STRICT)
+LITERAL, DIFF = "without a test", "diff"
+RULES = (LITERAL, DIFF)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Rank correlations with the baseline's maps, and changes of its prediction, for some photos.
+    """Numbers of a candidate and of its baseline for some photos.
 
     Attributes:
-        candidate: Correlations of the candidate, [photos].
+        candidate: Rank correlations of the candidate's maps, [photos].
+        verdict_changed: Whether the candidate's map has another verdict, [photos].
         changed: Whether the candidate predicts another class, [photos].
-        floor: Correlations of the baseline with itself, [kinds,photos].
-        floor_changed: Whether the baseline itself predicts another class, [kinds,photos].
-        ceiling: Correlations of the baseline with random weights, [photos].
+        noise: Rank correlations of the baseline with itself, with a little noise, [draws,photos].
+        noise_changed: Whether noise changes the baseline's prediction, [draws,photos].
+        random: Rank correlations of the baseline with random weights, [photos].
     """
 
-    candidate: NDArray[np.float64]
+    candidate: Values
+    verdict_changed: NDArray[np.bool_]
     changed: NDArray[np.bool_]
-    floor: NDArray[np.float64]
-    floor_changed: NDArray[np.bool_]
-    ceiling: NDArray[np.float64]
+    noise: Values
+    noise_changed: NDArray[np.bool_]
+    random: Values
 
     def of(self, places: NDArray[np.int64]) -> "Sample":
         """Return the sample of some of the photos."""
-        return Sample(
-            self.candidate[places],
-            self.changed[places],
-            self.floor[:, places],
-            self.floor_changed[:, places],
-            self.ceiling[places],
-        )
+        return Sample(*(getattr(self, each.name)[..., places] for each in fields(self)))
 
     @property
-    def limit(self) -> float:
-        """The 5 % quantile of the floor."""
-        return float(np.nanquantile(self.floor, SHARE))
-
-    @property
-    def middle(self) -> float:
-        """The middle between the medians of the floor and of the ceiling."""
-        return float(np.nanmedian(self.floor) + np.nanmedian(self.ceiling)) / 2
+    def calibration(self) -> MethodCalibration:
+        """The calibration of the baseline."""
+        noise, random = (tuple(values[np.isfinite(values)].tolist()) for values in (self.noise, self.random))
+        return MethodCalibration("method", "", noise, random)
 
 
-def verdicts(sample: Sample) -> dict[str, bool]:
-    """Return whether each of the rules says that the candidate changed.
-
-    - literal: the median leaves the floor's band, or more than 5 % of the photos are nearer to the ceiling, or more
-      than 5 % of the predictions changed.
-    - counted: as before, but a share counts only if an exact binomial test finds that it is more than 5 %, and more
-      than the floor's own share.
-    - strict: as counted, but every photo below the floor's band counts as one that changed.
-    """
-    floor_elsewhere = (sample.floor < sample.middle).mean()
-    elsewhere, below = sample.candidate < sample.middle, sample.candidate < sample.limit
-    median = bool(np.nanmedian(sample.candidate) < sample.limit)
-    predictions = more_than(sample.changed, float(sample.floor_changed.mean()))
+def verdicts(sample: Sample) -> dict[str, float]:
+    """Return 1 for each rule that says that the candidate differs, 0 for the others; NaN if `diff` refuses to say."""
+    calibration = sample.calibration
+    try:
+        floor, limit, ceiling = rule.scale_of(calibration)
+    except FailedPrecondition:
+        return dict.fromkeys(RULES, math.nan)
+    positions = rule.position(sample.candidate, floor, ceiling)  # type: ignore[arg-type]  # element by element
+    elsewhere = (positions > rule.MIDDLE) | (np.isnan(positions) & sample.verdict_changed)
+    with mock.patch.object(rule, "bootstrap", _without_interval):  # intervals decide nothing, and take most of the time
+        check = rule.check(sample.candidate.tolist(), elsewhere.tolist(), calibration, MAX_CHANGED)
+    predictions = rule.check_predictions(sample.changed.tolist(), float(sample.noise_changed.mean()), MAX_CHANGED)
+    shares = max(elsewhere.mean(), sample.changed.mean())
     return {
-        LITERAL: bool(median or elsewhere.mean() > SHARE or sample.changed.mean() > SHARE),
-        COUNTED: median or more_than(elsewhere, float(floor_elsewhere)) or predictions,
-        STRICT: more_than(below) or predictions,
+        LITERAL: float(np.nanmedian(sample.candidate) < limit or shares > MAX_CHANGED),
+        DIFF: float(check.changed or bool(predictions)),
     }
 
 
-def more_than(found: NDArray[np.bool_], own: float = 0.0) -> bool:
-    """Return whether an exact binomial test finds more than 5 % of the photos, and more than the floor's own share."""
-    return bool(binom.sf(found.sum() - 1, found.size, max(SHARE, own)) <= LEVEL)
+def _without_interval(values: Sequence[float], statistic: Callable[[Values], Any]) -> Interval:
+    value = float(statistic(np.asarray(values, np.float64))) if len(values) else math.nan
+    return Interval(value, math.nan, math.nan)
 
 
 def rates(sample: Sample, photos: int, draws: int, seed: int = 0) -> dict[str, float]:
-    """Return how often each rule says that the candidate changed, over random draws of some photos."""
+    """Return how often each rule says that the candidate differs, over random draws of some photos."""
     rng = np.random.default_rng(seed)
     found = [verdicts(sample.of(rng.permutation(len(sample.candidate))[:photos])) for _ in range(draws)]
-    return {rule: float(np.mean([one[rule] for one in found])) for rule in RULES}
+    decided = [one for one in found if not math.isnan(one[DIFF])]
+    return {rule: float(np.mean([one[rule] for one in decided])) if decided else math.nan for rule in RULES}

@@ -181,13 +181,6 @@ def copies(baseline: nn.Module, seed: int) -> dict[str, nn.Module]:
     }
 
 
-def accuracy(network: nn.Module, photos: Photos, classes: Classes) -> float:
-    """Return the share of the photos that are predicted right."""
-    with torch.inference_mode():
-        found = network(inputs(photos)).argmax(1).numpy()
-    return float((found == classes).mean())
-
-
 def options() -> dict[str, Any]:
     """Return how an `Explainer` prepares photos for the network."""
     return {"size": SIDE, "crop": "whole", "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
