@@ -400,6 +400,14 @@ def test_interruption_is_one_line_and_no_report(diff: Any, out: Path, monkeypatc
     assert len(Recording.load(out / "recordings/baseline").digests) == 5
 
 
+def test_report_of_an_earlier_run_is_not_taken_for_that_of_a_failed_one(diff: Any, out: Path, looks: Looks) -> None:
+    assert diff().exit_code == 0
+    looks.explained.clear()
+    looks.stop_after = 3
+
+    refused(diff("--method", "layercam"), out, "the token has expired")
+
+
 def test_report_that_cannot_be_made_leaves_no_part_of_it(diff: Any, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: Any) -> bytes:
         raise camserve.Internal("no")

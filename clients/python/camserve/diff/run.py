@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     Stage: TypeAlias = Callable[[str, int], Callable[[], object]]
 
 REPORT: Final = "index.html"
+_JUNIT, _JSON = "junit.xml", "report.json"
 UNFINISHED: Final = ".new"
 """Folder of an unfinished baseline, in that of the baseline."""
 
@@ -107,6 +108,8 @@ def run(
     session = _Session(photos, _digests(photos), output / _RECORDINGS, settings, stage)
     # What cannot be compared is refused before anything is explained, which may take an hour.
     headers = session.headers(baseline, candidate)
+    for name in (REPORT, _JUNIT, _JSON):  # of an earlier run: CI must not take them for those of this one
+        (output / name).unlink(missing_ok=True)
     first = session.open_baseline(baseline, headers[0])
     measured = session.calibration(baseline, first)
     compare.check_calibration(measured)
@@ -287,7 +290,7 @@ def _are(names: list[str]) -> str:
 
 
 def _write(report: Report, sides: tuple[Recording, Recording], output: Path) -> None:
-    others = {"junit.xml": outputs.to_junit(report), "report.json": outputs.to_json(report)}
+    others = {_JUNIT: outputs.to_junit(report), _JSON: outputs.to_json(report)}
 
     def pictures(case: Case) -> html.Pictures:
         before, after = (side.photo(case.image) for side in sides)
