@@ -106,7 +106,7 @@ def run(
     baseline, candidate = sides
     compare.check_number(len(photos))
     session = _Session(photos, _digests(photos), output / _RECORDINGS, settings, stage)
-    # What cannot be compared is refused before anything is explained, which may take an hour.
+    # Explaining may take an hour, so sides that cannot be compared are refused before.
     headers = session.headers(baseline, candidate)
     for name in (REPORT, _JUNIT, _JSON):  # of an earlier run: CI must not take them for those of this one
         (output / name).unlink(missing_ok=True)
