@@ -166,7 +166,7 @@ def test_instances_are_those_of_transformers_with_boxes_around_their_masks(famil
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_region_and_class_name_a_segment_of_any_family(family, served):
-    box = camserve.Box(100, 50, 300, 250)
+    box = camserve.Box(100, 50, 220, 160)
     with camserve.Client(served) as client:
         whole, part = client.explain(
             PHOTOS["chelsea"], model=family, methods=["hirescam"], heatmap=True,
