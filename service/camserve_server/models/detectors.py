@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree  # flattens every output structure that torch knows
 
 from camserve_server.core.errors import ConfigError
 from camserve_server.core.imported import imported
 from camserve_server.imaging.values import Preprocess
+from camserve_server.models.pyramid import ancestors
 
 
 def preprocess_of(model: nn.Module, default: Preprocess) -> Preprocess:
@@ -141,24 +141,12 @@ def layers_before_pyramid(model: nn.Module, pyramid: Pyramid, outputs: Mapping[s
     """
     kinds = imported("torchvision.ops.feature_pyramid_network", "FeaturePyramidNetwork")
     pyramid_modules = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-    ancestors = [_ancestors(feature_map.grad_fn) for feature_map in pyramid.maps]
+    nodes_before = [ancestors(feature_map.grad_fn) for feature_map in pyramid.maps]
     return {
         name
         for name, output in outputs.items()
         if output is not None
         and name not in pyramid.collectors
         and not any(name == other or name.startswith(f"{other}.") for other in pyramid_modules)
-        and all(output.grad_fn in nodes for nodes in ancestors)
+        and all(output.grad_fn in nodes for nodes in nodes_before)
     }
-
-
-def _ancestors(node: Node | None) -> set[Node | None]:
-    """Return a node of the autograd graph and all nodes that it was computed from."""
-    visited: set[Node | None] = set()
-    pending = [node]
-    while pending:
-        current = pending.pop()
-        if current is not None and current not in visited:
-            visited.add(current)
-            pending += [parent for parent, _ in current.next_functions]
-    return visited
