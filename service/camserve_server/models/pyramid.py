@@ -91,11 +91,12 @@ def find_scales(
         and is_trunk(layer)
     }
     nearest = {candidates[node] for node in _walk(graph.scores, set(candidates)) if node in candidates}
-    by_grid = {
-        (layer.layout.height, layer.layout.width): name
-        for name, layer in layers.items()
-        if layer.layout and name in nearest
-    }
+    by_grid: dict[tuple[int, int], str] = {}
+    for name, layer in layers.items():
+        if layer.layout and name in nearest:
+            # Of several on one grid the first to finish, on which the others may depend. A scale of one cell, which is
+            # no grid, is computed from a layer that is computed from the map of the scale before.
+            by_grid.setdefault((layer.layout.height, layer.layout.width), name)
     finest_first = sorted(by_grid, key=lambda grid: grid[0] * grid[1], reverse=True)
     return tuple(by_grid[grid] for grid in finest_first[-MAX_SCALES:]) if len(by_grid) > 1 else ()
 
