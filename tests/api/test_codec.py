@@ -27,6 +27,7 @@ from camserve_server.targets.values import (
     ContrastTarget,
     DetectionTarget,
     FinerTarget,
+    MaskTarget,
     ProbabilityTarget,
     RankTarget,
     SegmentTarget,
@@ -125,6 +126,11 @@ def detection(value, **edges):
     box = explain_pb2.Box(**({"left": 1, "top": 2, "right": 20, "bottom": 30} | edges)) if edges else None
     name = explain_pb2.ClassName(class_index=value)
     return {"model": "boxes", "targets": [explain_pb2.Target(detection={"class_name": name, "box": box})]}
+
+
+def masked(mask, **fields):
+    name = explain_pb2.ClassName(class_index=1)
+    return explain_pb2.Target(segment=explain_pb2.Segment(class_name=name, mask=mask, **fields))
 
 
 def similarity(image=b"photo"):
@@ -477,6 +483,18 @@ WRONG |= {
         ["left is 20, and right is 20: the box is empty"],
     ),
     "a box without numbers": (segment(1, top=math.nan), InvalidArgument, "targets[0].segment.region.top", ["nan"]),
+    "an empty mask": (
+        {"model": "pixels", "targets": [masked(b"")]},
+        InvalidArgument,
+        "targets[0].segment.mask",
+        ["the mask is empty: responses leave its file out"],
+    ),
+    "a mask and a region": (
+        {"model": "pixels", "targets": [masked(b"mask", region=explain_pb2.Box(right=1, bottom=1))]},
+        InvalidArgument,
+        "targets[0].segment.mask",
+        ["a region or a mask, not both"],
+    ),
     "a segment of no class": (
         {"model": "pixels", "targets": [explain_pb2.Target(segment=explain_pb2.Segment())]},
         InvalidArgument,
@@ -761,6 +779,7 @@ def test_embedding_has_no_predictions_and_a_similarity_target():
         ("resnet50", FinerTarget(1, (0, 2), 0.5), finer(1, 0, 2, weight=0.5)),
         ("rich", SimilarityTarget(), similarity(b"")),
         ("pixels", SegmentTarget(1), segment(1)["targets"][0]),
+        ("pixels", MaskTarget(1, mask=np.ones((2, 2), bool)), masked(b"")),
         (
             "pixels",
             SegmentTarget(1, Box(48, 112, 96, 168)),
@@ -1028,8 +1047,6 @@ def test_reading_a_request_does_not_change_it():
     assert request.SerializeToString(deterministic=True) == before
 
 
-def test_image_of_a_similarity_target_is_not_remembered():
-    def target():
-        return explain_pb2.Target(similarity=explain_pb2.Similarity(image=b"other"))
-
-    assert ask(model="vectors", targets=[target()]).job is not ask(model="vectors", targets=[target()]).job
+@pytest.mark.parametrize(("model_", "make"), [("vectors", similarity), ("pixels", lambda: masked(b"mask"))])
+def test_image_of_a_target_is_not_remembered(model_, make):
+    assert ask(model=model_, targets=[make()]).job is not ask(model=model_, targets=[make()]).job

@@ -16,6 +16,7 @@ from camserve_server.targets.values import (
     ContrastTarget,
     DetectionTarget,
     FinerTarget,
+    MaskTarget,
     ProbabilityTarget,
     RankTarget,
     SegmentTarget,
@@ -81,7 +82,7 @@ def similarity(outputs: Outputs, place: int, target: SimilarityTarget) -> Tensor
     return functional.cosine_similarity(embedding, reference, dim=0)
 
 
-def segment(outputs: Outputs, place: int, target: SegmentTarget) -> Tensor:
+def segment(outputs: Outputs, place: int, target: SegmentTarget | MaskTarget) -> Tensor:
     """Return the mean logit of a class over a part of the image."""
     logits = outputs.values[place, target.index]
     cells = torch.from_numpy(np.flatnonzero(cast("Mask", target.mask)))  # indexing with a mask would wait for the GPU

@@ -52,9 +52,9 @@ def read_explanation(
 def _options_of(request: explain_pb2.ExplainRequest) -> bytes | None:
     """Return a request without its image, serialized; None if it is not worth remembering."""
     if len(request.targets) > MAX_REMEMBERED_TARGETS or any(
-        target.HasField("similarity") for target in request.targets
+        target.HasField("similarity") or target.segment.mask for target in request.targets
     ):
-        return None  # the image of a similarity target may be large
+        return None  # the image of such a target may be large
     options = explain_pb2.ExplainRequest()
     for field, value in request.ListFields():
         if field.name == "image":
