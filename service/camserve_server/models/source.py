@@ -34,6 +34,7 @@ class Source:
         task: the task; None if unknown.
         output: a function from the module's output to logits [B, classes]. Needed only if the output is neither that
             tensor nor an object whose attribute `logits` or first tensor it is.
+        queries: the number of learned tokens that ask for one object each, as in DETR; 0 without such tokens.
     """
 
     module: nn.Module
@@ -41,3 +42,4 @@ class Source:
     labels: tuple[str, ...] = ()
     task: Task | None = None
     output: live.Output | None = None
+    queries: int = 0

@@ -100,7 +100,7 @@ def _from_package(spec: ModelSpec) -> Source:
 
 
 def _from_hugging_face(spec: ModelSpec) -> Source:
-    return Source(*huggingface.load(spec))
+    return huggingface.load(spec)
 
 
 def _from_plugin(spec: ModelSpec) -> Source | None:

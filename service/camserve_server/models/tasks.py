@@ -68,17 +68,20 @@ class Trial:
     Args:
         task: the task that the model is declared to have; None to find it out.
         labels: the labels of its classes, if known.
+        queries: the number of its tokens that ask for one object each.
 
     Attributes:
         task: the task.
         classes: the number of classes, or the length of the embedding.
         trunk: the names of the layers that may be the default layer; None for all.
+        queries: the number of its tokens that ask for one object each.
     """
 
-    def __init__(self, task: Task | None = None, labels: Collection[str] = ()) -> None:
+    def __init__(self, task: Task | None = None, labels: Collection[str] = (), queries: int = 0) -> None:
         self.task: Task = task or "classify"
         self.classes = 0
         self.trunk: set[str] | None = None
+        self.queries = queries
         self._declared_task = task
         self._labels = labels
         self._pyramid = detectors.Pyramid()

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -135,10 +135,12 @@ async def _run(
         decoding = time.perf_counter() - began
         rows = [Row(photo.image, request.target, features=pass_.kind == "features")]
         timings = RequestTimings()
+        model = request.model.at_size((photo.image.shape[0], photo.image.shape[1]))
+        pass_ = replace(pass_, size=model.preprocess.size)
         await pipeline.batcher.submit(
             pass_, rows, lambda _index, result: results.append(result), deadline, timings, pipeline.origin
         )
-        prediction = ModelPrediction(request.model, results[0].logits, photo.seen)
+        prediction = ModelPrediction(model, results[0].logits, photo.seen)
         yield _ImageRun(photo, results[0], prediction, decoding, timings)
 
 

@@ -14,6 +14,7 @@ from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
 from camserve_server.imaging.values import Box, Part
 from camserve_server.jobs import Job
+from camserve_server.models.values import ModelInfo
 from camserve_server.serving import memory, receipts
 from camserve_server.serving.receipts import Receipt
 from camserve_server.serving.requests import ExplainRequest
@@ -54,11 +55,11 @@ def prepare_photo(request: ExplainRequest, limits: Limits) -> Generator[None, No
     image, seen = images.make_input(pixels, request.image, request.job.model.preprocess)
     kept = pixels if request.rendering.pictures and pixels.size <= memory.MAX_WAITING_PHOTO else None
     del pixels  # free its memory during the pauses, unless it is kept
-    job = request.job
+    job = replace(request.job, model=request.job.model.at_size((image.shape[0], image.shape[1])))
     for index, target in enumerate(job.targets):
         if kind_of(target).file(target):
             yield
-        if (converted := _to_input(target, index, request, (size, seen), limits)) is not target:
+        if (converted := _to_input(target, index, job.model, (size, seen), limits)) is not target:
             job = replace(job, targets=(*job.targets[:index], converted, *job.targets[index + 1 :]))
     receipt = receipts.receipt_of(job.model, request.image, image)
     return PreparedPhoto(kept, size, image, seen, job, receipt)
@@ -96,19 +97,18 @@ def _file_field(index: int, target: Target) -> Iterator[None]:
 
 
 def _to_input(
-    target: Target, index: int, request: ExplainRequest, geometry: tuple[images.Size, Box], limits: Limits
+    target: Target, index: int, model: ModelInfo, geometry: tuple[images.Size, Box], limits: Limits
 ) -> Target:
     """Convert a target's image, mask or box from photos to the model's input.
 
     Args:
         target: the target.
         index: its index in the request.
-        request: the request.
+        model: the model, with the input's size for this photo.
         geometry: height and width of the photo, and the part of it that the model sees.
         limits: the limits on one request.
     """
-    size, seen = geometry
-    preprocess = request.job.model.preprocess
+    (size, seen), preprocess = geometry, model.preprocess
     kind = kind_of(target)
     if other := kind.compared(target):
         with _file_field(index, target):
