@@ -128,6 +128,11 @@ def detection(value, **edges):
     return {"model": "boxes", "targets": [explain_pb2.Target(detection={"class_name": name, "box": box})]}
 
 
+def model_for(name):
+    """Return the name of a model that a method explains."""
+    return "boxes" if METHODS[name].tasks == ("detect",) else "resnet50"
+
+
 def masked(mask, **fields):
     name = explain_pb2.ClassName(class_index=1)
     return explain_pb2.Target(segment=explain_pb2.Segment(class_name=name, mask=mask, **fields))
@@ -423,6 +428,12 @@ WRONG |= {
         "targets[0].contrast",
         ["boxes returns boxes: explain an object with detection(...)"],
     ),
+    "drise of a classifier": (
+        {"methods": [method("gradcam"), method("drise")]},
+        FailedPrecondition,
+        "methods[1].name",
+        ["drise needs a detector, and resnet50 is none"],
+    ),
     "a segment of a classifier": (
         {**segment(1), "model": "resnet50"},
         FailedPrecondition,
@@ -694,7 +705,7 @@ def test_number_is_accepted_only_within_its_range(path, value):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 5e-324, 2.0**63, -0.0])
 def test_any_number_is_accepted_or_refused_by_a_parameter(parameter, value):
     name = next(name for name in METHODS if parameter in METHODS[name].parameters)
-    request = {"methods": [method(name, **{parameter.name: value})]}
+    request = {"model": model_for(name), "methods": [method(name, **{parameter.name: value})]}
     whole = not parameter.integer or (math.isfinite(value) and value == int(value))
     if parameter.minimum <= value <= parameter.maximum and whole:
         assert ask(**request).job.calls[0].parameters[parameter.name] == value
@@ -959,7 +970,7 @@ def test_method_description_is_complete(name):
     assert described.kind == codec.kind_of(METHODS[name]) != models_pb2.METHOD_KIND_UNSPECIFIED
     assert not described.summary.endswith(".")
     assert [each.name for each in described.parameters] == [each.name for each in METHODS[name].parameters]
-    job = ask(methods=[method(name)], top_k=1).job
+    job = ask(model=model_for(name), methods=[method(name)], top_k=1).job
     job = replace(job, model=replace(job.model, preprocess=replace(job.model.preprocess, size=(224, 224))))
     if not needs_channels(METHODS[name]):  # that pass is not counted which says what the model predicts
         assert described.rows == max(1, job.rows - (job.calls[0] not in job.clean))

@@ -109,6 +109,17 @@ def detections(outputs: Outputs, targets: Sequence[DetectionTarget]) -> Tensor:
     return torch.stack(object_scores)
 
 
+def similarity_of_best(objects: "Map", target: DetectionTarget) -> float:
+    """Return the largest product of score and intersection over union with a target's object; 0 without any overlap.
+
+    Args:
+        objects: the detected objects [n, 6]: class, score, left, top, right, bottom.
+        target: the target, with the box of its object.
+    """
+    same = objects[objects[:, 0] == target.index]
+    return float((same[:, 1] * overlaps(same[:, 2:], cast("Box", target.box))).max(initial=0))
+
+
 def _best(overlap: "Map", rank: int | None) -> int:
     """Return the index of the object with the largest overlap: of equal ones the object itself, else the first."""
     if rank is not None and rank < len(overlap) and overlap[rank] >= overlap.max() - SAME_OVERLAP:

@@ -78,7 +78,7 @@ def _read_options(request: explain_pb2.ExplainRequest, models: Mapping[str, Know
     model = read_model(request.model, models, "model")
     job = Job(
         model=model,
-        calls=_read_calls(request.methods),
+        calls=_read_calls(request.methods, model),
         layers=_read_layers(request.layers, model),
         targets=read_targets(request, model, limits),
         fusion=_read_fusion(request.fusion),
@@ -125,15 +125,18 @@ def read_model(name: str, models: Mapping[str, KnownModel], field: str) -> Model
     raise NotFound(f"model {model.name} is not loaded: it was unloaded", field=field)
 
 
-def _read_calls(methods: Sequence[explain_pb2.Method]) -> tuple[MethodCall, ...]:
+def _read_calls(methods: Sequence[explain_pb2.Method], model: ModelInfo) -> tuple[MethodCall, ...]:
     if not methods:
         return (MethodCall(DEFAULT_METHOD),)
-    return tuple(_read_call(method, f"methods[{index}]") for index, method in enumerate(methods))
+    return tuple(_read_call(method, model, f"methods[{index}]") for index, method in enumerate(methods))
 
 
-def _read_call(message: explain_pb2.Method, field: str) -> MethodCall:
+def _read_call(message: explain_pb2.Method, model: ModelInfo, field: str) -> MethodCall:
     method = find_known("method", message.name, METHODS, "there are", f"{field}.name")
     values = read_parameters(message.name, message.parameters, method.parameters, f"{field}.parameters")
+    if method.tasks and model.task not in method.tasks:
+        reason = f"{message.name} needs {method.needs}, and {model.name} is none"
+        raise FailedPrecondition(reason, field=f"{field}.name")
     if message.eigen_smoothing and not method.smooths:
         others = join_names(name for name, other in METHODS.items() if other.smooths)
         raise FailedPrecondition(
