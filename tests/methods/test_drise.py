@@ -1,8 +1,8 @@
 """D-RISE equals the paper on a detector with known weights, finds the object, and moves with the views of a request.
 
-xaitk-saliency 0.15.0 (DRISEScoring) was compared once, in an environment of its own, on the same masks and detections: 512
-masks on `Finder`, the boxes' right and lower edges less 1, because its boxes include their last pixel. Its map, divided by its
-largest value, and ours plus the mean weight, divided likewise, differ by at most 2.7e-07.
+xaitk-saliency 0.15.0 (DRISEScoring) was compared once, in an environment of its own, on the same masks and detections:
+512 masks on `Finder`. Its boxes include their last pixel, so it got right and lower edges that are less by 1. Its map,
+divided by its largest value, and ours plus the mean weight, divided likewise, differ by at most 2.7e-07.
 """
 
 from dataclasses import replace
