@@ -29,7 +29,7 @@ ZERO_GRADIENT = "the score does not depend on its grid: every gradient there is 
 GridOrReason: TypeAlias = Layout | str
 """The layout of a layer's grid, or the reason why it has no grid."""
 
-PASS_THROUGH_TYPES = ("Identity", "Dropout", "DropPath", "StochasticDepth", "Permute", "AdaptiveAvgPool2d")
+PASS_THROUGH_TYPES = ("Identity", "Dropout", "Dropout2d", "DropPath", "StochasticDepth", "Permute", "AdaptiveAvgPool2d")
 """Types of modules that return their input unchanged, in evaluation mode and at the input size of the model."""
 
 
