@@ -21,6 +21,7 @@ def server(tmp_path_factory):
     labels = tmp_path_factory.mktemp("labels") / "colours.txt"
     labels.write_text("background\nred\ngreen\n")
     names = (f"colours=coloured:Colours?size=64&labels={labels}", "resnet=torchvision:resnet18?weights=none&size=64")
+    names = (*names, "proportional=coloured:proportional")
     with serving(models=names, threads=1, http_address="127.0.0.1:0") as served:
         yield served
 
@@ -53,14 +54,15 @@ GREEN = rectangle(24, 80, 64, 120)
 
 
 def asked(client, photo, target, **options):
-    options = {"methods": ["gradcam", "saliency"], "overlay": None, **options}
-    return client.explain(photo, model="colours", targets=target, **options).explanations
+    options = {"model": "colours", "methods": ["gradcam", "saliency"], "overlay": None, **options}
+    return client.explain(photo, targets=target, **options).explanations
 
 
+@pytest.mark.parametrize("model", ["colours", "proportional"])
 @pytest.mark.parametrize("edges", [(24, 80, 64, 120), (3, 0, 17, 144), (60, 60, 61, 61), (130, 100, 160, 144)])
-def test_mask_that_is_a_rectangle_gives_exactly_the_answer_of_the_box(client, photo, edges):
-    of_box = asked(client, photo, camserve.segment("red", edges))
-    of_mask = asked(client, photo, camserve.mask("red", rectangle(*edges)))
+def test_mask_that_is_a_rectangle_gives_exactly_the_answer_of_the_box(client, photo, edges, model):
+    of_box = asked(client, photo, camserve.segment("red", edges), model=model)
+    of_mask = asked(client, photo, camserve.mask("red", rectangle(*edges)), model=model)
 
     for ours, theirs in zip(of_mask, of_box, strict=True):
         assert (ours.score, ours.target, ours.verdict) == (theirs.score, theirs.target, theirs.verdict)
