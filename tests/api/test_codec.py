@@ -76,6 +76,7 @@ MODELS = {
     "numbers": replace(model("numbers"), task="regress"),
     "pixels": replace(model("pixels", ["background", "cat", "dog", "sky"]), task="segment"),
     "boxes": replace(model("boxes", ["background", "cat", "dog", "sky"]), task="detect"),
+    "scales": replace(model("scales"), task="detect", pyramid=("stem", "features")),
     "vectors": replace(model("vectors"), task="embed"),
     "rich": replace(model("rich"), embedding="head"),
     "lonely": model("lonely", classes=1),
@@ -276,6 +277,30 @@ WRONG = {
     ),
     "layer named twice": ({"layers": ["stem", "stem"]}, InvalidArgument, "layers", ["twice"]),
     "empty layer name": ({"layers": [""]}, NotFound, "layers[0]", ["features"]),
+    "pyramid of a classifier": (
+        {"layers": ["pyramid"]},
+        FailedPrecondition,
+        "layers[0]",
+        ["resnet50 has no pyramid", "it is no detector", 'the default is "features"'],
+    ),
+    "pyramid of a detector with one scale": (
+        {"model": "boxes", "layers": ["pyramid"]},
+        FailedPrecondition,
+        "layers[0]",
+        ["boxes has no pyramid", "its objects come from one grid"],
+    ),
+    "pyramid and another layer": (
+        {"model": "scales", "layers": ["features", "pyramid"]},
+        InvalidArgument,
+        "layers",
+        ["name no layer beside it"],
+    ),
+    "pyramid named twice": (
+        {"model": "scales", "layers": ["pyramid", "pyramid"]},
+        InvalidArgument,
+        "layers",
+        ["name no layer beside it"],
+    ),
     "unknown label": (
         {"targets": [index(0), label("egyptian_catt")]},
         NotFound,
@@ -539,6 +564,31 @@ def test_every_limit_on_requests_can_be_lowered_by_the_operator():
         assert caught.value.field == field
 
 
+@pytest.mark.parametrize("layers", [[], ["pyramid"]])
+@pytest.mark.parametrize(
+    ("fusion", "expected"), [(explain_pb2.FUSION_UNSPECIFIED, "sum"), (explain_pb2.FUSION_MAX, "max")]
+)
+def test_layers_of_a_pyramid_are_all_scales_in_one_map(layers, fusion, expected):
+    job = ask(model="scales", layers=layers, fusion=fusion).job
+
+    assert (job.layers, job.fusion, job.pyramid) == (("stem", "features"), expected, True)
+    assert job.explanations == 1
+
+
+def test_layers_of_a_pyramid_named_one_by_one_have_a_map_each():
+    job = ask(model="scales", layers=["stem", "features"]).job
+
+    assert (job.layers, job.fusion, job.pyramid) == (("stem", "features"), None, False)
+    assert job.explanations == 2
+
+
+def test_module_named_pyramid_is_a_layer():
+    net = replace(NET, layers={**NET.layers, "pyramid": layer("pyramid", Layout("nchw", 7, 7))})
+    order = codec.read_explanation(explain_pb2.ExplainRequest(layers=["pyramid"]), {"net": net}, Limits())
+
+    assert (order.job.layers, order.job.fusion, order.job.pyramid) == (("pyramid",), None, False)
+
+
 def test_methods_and_layers_of_one_pass_cost_one_row_for_each_target():
     cams = [method(name) for name in METHODS if runs_unchanged(MethodCall(name))]
     request = {"methods": cams, "layers": ["stem", "features"], "targets": [index(0), index(1)]}
@@ -652,7 +702,7 @@ NUMBERS = {
     "rendering.regions.quantile": (0, 1, lambda v: rendering(regions={"quantile": v})),
     "rendering.regions.mass": (0, 1, lambda v: rendering(regions={"mass": v})),
     "rendering.regions.max_regions": (1, 64, lambda v: rendering(regions={"max_regions": v})),
-    "fusion": (0, 3, lambda v: {"fusion": v}),
+    "fusion": (0, 4, lambda v: {"fusion": v}),
 }
 ZERO_IS_ABSENT = {"rendering.max_side", "rendering.quality"}
 SAME_CLASS = {
@@ -939,9 +989,10 @@ def unfilled(message, *, but=()):
 
 
 def test_model_description_is_complete():
-    described = codec.describe_model(replace(NET, version=2))
+    described = codec.describe_model(replace(NET, version=2, pyramid=("stem", "features")))
 
     assert unfilled(described) == []
+    assert described.pyramid == ["stem", "features"]
     assert described.version == 2
     assert (described.input_height, described.input_width) == (224, 192)
     assert (described.name, described.source, described.weights) == ("resnet50", "timm:resnet50", "default")

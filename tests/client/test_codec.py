@@ -233,7 +233,7 @@ def test_one_layer_needs_no_list() -> None:
         ({"regions": camserve.RegionOptions(mass=-1)}, "rendering.regions.mass"),
         ({"regions": camserve.RegionOptions(max_regions=0)}, "rendering.regions.max_regions"),
         ({"regions": camserve.RegionOptions(quantile=0.5, mass=0.5)}, "rendering.regions.quantile"),
-        ({"fusion": "sum"}, "fusion"),
+        ({"fusion": "best"}, "fusion"),
         ({"targets": -1}, "targets[0]"),
         ({"targets": [1, 2**32]}, "targets[1]"),
         ({"targets": [True]}, "targets[0]"),

@@ -316,10 +316,13 @@ _layers_option = click.option(
     "layers",
     multiple=True,
     metavar="NAME",
-    help="Layer to explain. Repeatable. Default: the model's default layer.",
+    help='Layer to explain, or "pyramid" for all scales of a detector in one map. Repeatable. Default: the pyramid, if '
+    "there is one, or else the model's default layer.",
 )
 _fusion_option = click.option(
-    "--fusion", type=click.Choice(["mean", "max", "product"]), help="Combine the maps of several layers into one."
+    "--fusion",
+    type=click.Choice(["mean", "max", "product", "sum"]),
+    help="Combine the maps of several layers into one.",
 )
 _target_option = click.option(
     "--target",

@@ -34,7 +34,7 @@ from camserve_server.methods import (
 )
 from camserve_server.methods.kinds import Array, itself, single_copy
 from camserve_server.methods.values import Edit, MethodCall
-from camserve_server.models.values import Pass
+from camserve_server.models.values import PYRAMID, Pass
 from camserve_server.targets import seen_in, similarity_of_best, weight_probability
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ async def maps_of_method(run: ExplanationRun, call: MethodCall) -> list[LayerMap
     fusion = run.job.fusion
     if fusion is None or len(maps_by_layer) == 1:
         return maps_by_layer
-    return [await run.row_runner.execute(fuse_layers, maps_by_layer, fusion)]
+    return [await run.row_runner.execute(fuse_layers, maps_by_layer, fusion, PYRAMID if run.job.pyramid else "")]
 
 
 async def _run_augmented(run: ExplanationRun, call: MethodCall) -> list[LayerMaps]:
@@ -281,7 +281,9 @@ async def _run_product(method: Product, run: ExplanationRun, _call: MethodCall) 
 
 @run_method.register
 async def _run_fused(method: Fused, run: ExplanationRun, _call: MethodCall) -> list[LayerMaps]:
-    layers = run.job.layers if len(run.job.layers) > 1 else pyramid(run.job.model, run.job.layers[0])
+    # An object's score may depend on one scale of a pyramid alone, so that the product of the scales' maps is zero.
+    layers = (run.job.model.default_layer,) if run.job.pyramid else run.job.layers
+    layers = layers if len(layers) > 1 else pyramid(run.job.model, layers[0])
     _, (maps_by_layer,) = await run_job(run.of(default_call(method.of), layers))
     return [await run.row_runner.execute(fuse_layers, maps_by_layer, method.how)]
 

@@ -35,6 +35,10 @@ Task: TypeAlias = Literal["classify", "multilabel", "regress", "segment", "detec
 every pixel, boxes, or an embedding."""
 
 
+PYRAMID = "pyramid"
+"""Name, in requests and results, of all layers of a model's pyramid together."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The position of the image grid in a layer's output.
@@ -122,7 +126,7 @@ class ModelInfo:
         parameters: the number of its parameters.
         preprocess: the preprocessing of its input.
         layers: every module that runs, by name, in the order in which they finish.
-        default_layer: the layer that is explained when a request names none.
+        default_layer: the layer that is explained when a request names none, unless the model has a pyramid.
         precision: "float32", "bfloat16" or "float16".
         device: "cpu", "cuda:0", ….
         task: the task, which says what its output is.
@@ -130,6 +134,7 @@ class ModelInfo:
             output itself is the embedding.
         version: the number of times that a model of that name was loaded, including this time; 0 outside a server.
         channels_last: True if its input has that memory layout, False if it is contiguous.
+        pyramid: the layers of a detector's scales, one for each grid, the finest first; empty without several.
     """
 
     name: str
@@ -148,6 +153,7 @@ class ModelInfo:
     embedding: str = ""
     version: int = 0
     channels_last: bool = True
+    pyramid: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         """Return a hash of the fields that tell models apart; the layers' mapping has none."""

@@ -60,11 +60,15 @@ class _FusionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fusion.ValueTy
     """The maximum of the maps, cell by cell."""
     FUSION_PRODUCT: _Fusion.ValueType  # 3
     """The product of the maps."""
+    FUSION_SUM: _Fusion.ValueType  # 4
+    """The sum of the signed maps, which are not scaled: each map is resized bilinearly to the finest grid among them, and
+    its values are divided by the number of finest cells that one of its cells covers.
+    """
 
 class Fusion(_Fusion, metaclass=_FusionEnumTypeWrapper):
     """Fusion of the maps of several layers into one.
 
-    Before fusion, negative values of each map become 0. The map is then scaled from its minimum to its maximum, to 0 to
+    Before any fusion but FUSION_SUM, negative values of each map become 0. The map is then scaled from its minimum to its maximum, to 0 to
     1, and resized bilinearly to the finest grid among the maps. A map that is the same everywhere becomes 1 where it is
     positive, and 0 otherwise.
     """
@@ -77,6 +81,10 @@ FUSION_MAX: Fusion.ValueType  # 2
 """The maximum of the maps, cell by cell."""
 FUSION_PRODUCT: Fusion.ValueType  # 3
 """The product of the maps."""
+FUSION_SUM: Fusion.ValueType  # 4
+"""The sum of the signed maps, which are not scaled: each map is resized bilinearly to the finest grid among them, and
+its values are divided by the number of finest cells that one of its cells covers.
+"""
 Global___Fusion: _TypeAlias = Fusion  # noqa: Y015
 
 class _ImageFormat:
@@ -304,7 +312,9 @@ class ExplainRequest(_message.Message):
     max_predictions: _builtins.int
     """Number of predictions to return, 0 to 1000. Default: 5."""
     fusion: Global___Fusion.ValueType
-    """Fusion of the maps of several layers into one map. Default: one map for each layer."""
+    """Fusion of the maps of several layers into one map. Default: FUSION_SUM for the pyramid, or else one map for each
+    layer.
+    """
     progress: _builtins.bool
     """True to receive Progress messages on a stream. Explain ignores it."""
     class_map: _builtins.bool
@@ -323,8 +333,9 @@ class ExplainRequest(_message.Message):
 
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Layers, by module name, whose maps to compute, up to 8. Default: the model's default layer. Methods that do not use
-        layers, such as saliency (see MethodInfo.layered), ignore them.
+        """Layers, by module name, whose maps to compute, up to 8. Or "pyramid" alone: all scales of a detector in one map, the
+        layers of Model.pyramid. Default: the pyramid, if the model has one, or else its default layer. Methods that do not
+        use layers, such as saliency (see MethodInfo.layered), ignore them. FAILED_PRECONDITION: the model has no pyramid.
         """
 
     @_builtins.property
@@ -1383,7 +1394,7 @@ class Explanation(_message.Message):
     method: _builtins.str
     """Name of the method."""
     layer: _builtins.str
-    """Name of the layer, or the names of fused layers joined by " + ". Empty for methods that do not use layers."""
+    """Name of the layer, the names of fused layers joined by " + ", or "pyramid". Empty for methods that do not use layers."""
     score: _builtins.float
     """The score that is explained, for the unchanged image: for a class its logit, for a contrast the difference of two
     logits, and so on for the other kinds of Target.

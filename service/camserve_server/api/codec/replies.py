@@ -191,6 +191,7 @@ def describe_model(info: KnownModel) -> models_pb2.Model:
         task=info.task,
         version=info.version,
         state=models_pb2.MODEL_STATE_READY,
+        pyramid=info.pyramid,
     )
 
 

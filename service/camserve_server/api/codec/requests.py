@@ -16,7 +16,7 @@ from camserve_server.imaging.values import Rendering
 from camserve_server.jobs import Job
 from camserve_server.methods import METHODS, Parameter
 from camserve_server.methods.values import Fusion, MethodCall, ParameterValue
-from camserve_server.models.values import KnownModel, LayerInfo, ModelInfo
+from camserve_server.models.values import PYRAMID, KnownModel, LayerInfo, ModelInfo
 from camserve_server.serving.requests import ExplainRequest
 
 DEFAULT_METHOD = "gradcam"
@@ -75,13 +75,16 @@ def _read_remembered(options: bytes, model: ModelInfo, limits: Limits) -> Option
 def _read_options(request: explain_pb2.ExplainRequest, models: Mapping[str, KnownModel], limits: Limits) -> Options:
     """Check everything but the image; return the job, the rendering and the number of predictions."""
     check_sizes(request, limits)
-    model = read_model(request.model, models, "model")
+    model, fusion = read_model(request.model, models, "model"), _read_fusion(request.fusion)
+    calls, layers = _read_calls(request.methods, model), _read_layers(request.layers, model)
+    pyramid = layers == model.pyramid and list(request.layers) in ([], [PYRAMID])
     job = Job(
         model=model,
-        calls=_read_calls(request.methods, model),
-        layers=_read_layers(request.layers, model),
+        calls=calls,
+        layers=layers,
         targets=read_targets(request, model, limits),
-        fusion=_read_fusion(request.fusion),
+        fusion=fusion or ("sum" if pyramid else None),
+        pyramid=pyramid,
         class_map=_read_class_map(model, requested=request.class_map),
     )
     if job.rows > limits.rows:
@@ -206,11 +209,31 @@ def _read_class_map(model: ModelInfo, *, requested: bool) -> bool:
 
 
 def _read_layers(names: Sequence[str], model: ModelInfo) -> tuple[str, ...]:
+    if PYRAMID in names and PYRAMID not in model.layers:
+        return _read_pyramid(names, model)
     if len(set(names)) < len(names):
         raise InvalidArgument("a layer is named twice", field="layers")
     for index, name in enumerate(names):
         check_layer(name, model, f"layers[{index}]")
-    return tuple(names) or (model.default_layer,)
+    return tuple(names) or model.pyramid or (model.default_layer,)
+
+
+def _read_pyramid(names: Sequence[str], model: ModelInfo) -> tuple[str, ...]:
+    """Return the layers of a model's pyramid.
+
+    Raises:
+        InvalidArgument: the request names another layer beside it.
+        FailedPrecondition: the model has none.
+    """
+    if len(names) > 1:
+        raise InvalidArgument(f'"{PYRAMID}" is all scales in one map: name no layer beside it', field="layers")
+    if not model.pyramid:
+        reason = "its objects come from one grid" if model.task == "detect" else "it is no detector"
+        raise FailedPrecondition(
+            f'{model.name} has no pyramid: {reason}; name one of its layers; the default is "{model.default_layer}"',
+            field="layers[0]",
+        )
+    return model.pyramid
 
 
 def find_layer(name: str, model: ModelInfo, field: str) -> LayerInfo:
