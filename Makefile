@@ -141,7 +141,7 @@ test-ray: $(RAY_VENV)/.done  ## run the tests on a Ray cluster of this machine, 
 # same module as ours; the headless package of Ultralytics needs ours.
 $(YOLO_VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(YOLO_VENV)
-	$(YOLO_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[server,dev]" ultralytics-opencv-headless
+	$(YOLO_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[server,dev]" "ultralytics-opencv-headless>=8.4"
 	touch $@
 
 test-yolo: $(YOLO_VENV)/.done  ## compare examples/yolo.py with Ultralytics, in a venv of its own: a minute or two

@@ -23,19 +23,23 @@ class Detector(nn.Module):
         self.network, self.num_classes = network, len(network.names)
         self.backbone = nn.Identity()  # camserve's default layer is the last one that all its outputs depend on
         network.model[-1].register_forward_pre_hook(self._show_scales)
-        network.model[-1].dynamic = True  # otherwise it would keep the anchors of the last input's size
+        network.model[-1].dynamic = True  # otherwise the head keeps the anchors of the last input's size
 
     def _show_scales(self, _head: nn.Module, args: Any) -> Any:
         return self.backbone(args[0])
 
     def forward(self, images: Tensor) -> list[dict[str, Tensor]]:
         """Detect objects in images [B,3,H,W]."""
-        return [self._objects(candidates.mT) for candidates in self.network(images)[0]]
+        (_, raw), head = self.network(images), self.network.model[-1]
+        # Boxes are decoded apart from the scores. Then both share only the layers before the head: camserve's pyramid.
+        boxes = head.decode_bboxes(head.dfl(raw["boxes"]), head.anchors[None]) * head.strides
+        corners = box_convert(boxes.mT, "cxcywh", "xyxy")
+        return [self._objects(*image) for image in zip(corners, raw["scores"].sigmoid().mT, strict=True)]
 
-    def _objects(self, candidates: Tensor) -> dict[str, Tensor]:
-        scores, labels = candidates[:, 4:].max(1)
+    def _objects(self, boxes: Tensor, probabilities: Tensor) -> dict[str, Tensor]:
+        scores, labels = probabilities.max(1)
         sure = scores > self.score_thresh
-        boxes, scores, labels = box_convert(candidates[sure, :4], "cxcywh", "xyxy"), scores[sure], labels[sure]
+        boxes, scores, labels = boxes[sure], scores[sure], labels[sure]
         kept = batched_nms(boxes, scores, labels, self.overlap)[: self.objects]
         return {"boxes": boxes[kept], "labels": labels[kept], "scores": scores[kept]}
 

@@ -27,6 +27,7 @@ from camserve_server.imaging.values import Box
 from camserve_server.targets import objects_of
 from camserve_server.targets.values import RankTarget
 from methods.tools import call, error_ratio, exact, explain, gap, inputs, job, run
+from models.test_pyramid import check_sum
 from models.test_tasks import check, leaf
 from support import serving
 
@@ -174,6 +175,12 @@ def test_score_depends_on_no_scale_but_its_own_and_those_before(model):
     assert not expected[0]
 
 
+@pytest.mark.parametrize("method", ["gradcam", "layercam"])
+def test_map_of_all_scales_equals_autograds_sum(model, method):
+    image, _, model = sized(model, WIDE)
+    check_sum(model, method, image)
+
+
 def test_gradient_at_the_input_equals_autograd(model):
     image, _, model = sized(model, WIDE)
 
@@ -197,11 +204,12 @@ def test_other_objects_of_a_batch_do_not_change_a_map(model):
         assert gap(result.maps[0][0], alone.maps[0][0]) < 1e-4
 
 
-def test_default_layer_is_the_last_one_before_all_scales(model):
-    first_scale = model.module.network.model[-1].f[0]
+def test_pyramid_has_the_scales_and_the_default_layer_is_the_last_before_all(model):
+    scales = model.module.network.model[-1].f
 
     assert (model.info.task, model.info.classes, model.info.label(0)) == ("detect", 80, "0")
-    assert model.info.default_layer == f"network.model.{first_scale}"
+    assert model.info.pyramid == tuple(f"network.model.{scale}" for scale in scales)
+    assert model.info.default_layer == f"network.model.{scales[0]}"
     assert all(model.info.layers[name].layout for name in LAYERS)
 
 
@@ -212,6 +220,7 @@ def test_network_with_plain_random_weights_is_served(monkeypatch):
     plain = models.load(models.parse("yolo:build?size=64"))
 
     assert plain.info.default_layer == "network.model.16"
+    assert plain.info.pyramid == ("network.model.16", "network.model.19", "network.model.22")
 
 
 def test_server_explains_an_object_with_no_layer_and_no_target_named(file):
@@ -234,7 +243,7 @@ def test_server_explains_an_object_with_no_layer_and_no_target_named(file):
     assert (result.photo.width, result.photo.height) == (480, 360)
     assert edges == pytest.approx(theirs[0][0], abs=0.01)
     assert result.predictions[0].score == pytest.approx(theirs[1][0], rel=1e-4)
-    assert gradcam.verdict.value in ("OK", "ALL_NEGATIVE")
+    assert (gradcam.layer, gradcam.verdict.value in ("OK", "ALL_NEGATIVE")) == ("pyramid", True)
     assert drise.heatmap.shape == (256, 320)
     assert np.ptp(drise.heatmap) > 0
     assert np.ptp(smooth.explanations[0].heatmap) > 0
