@@ -27,6 +27,7 @@ from camserve_server.targets.values import (
     ContrastTarget,
     DetectionTarget,
     FinerTarget,
+    MaskTarget,
     ProbabilityTarget,
     RankTarget,
     SegmentTarget,
@@ -126,6 +127,16 @@ def detection(value, **edges):
     box = explain_pb2.Box(**({"left": 1, "top": 2, "right": 20, "bottom": 30} | edges)) if edges else None
     name = explain_pb2.ClassName(class_index=value)
     return {"model": "boxes", "targets": [explain_pb2.Target(detection={"class_name": name, "box": box})]}
+
+
+def model_for(name):
+    """Return the name of a model that a method explains."""
+    return "boxes" if METHODS[name].tasks == ("detect",) else "resnet50"
+
+
+def masked(mask, **fields):
+    name = explain_pb2.ClassName(class_index=1)
+    return explain_pb2.Target(segment=explain_pb2.Segment(class_name=name, mask=mask, **fields))
 
 
 def similarity(image=b"photo"):
@@ -442,6 +453,12 @@ WRONG |= {
         "targets[0].contrast",
         ["boxes returns boxes: explain an object with detection(...)"],
     ),
+    "drise of a classifier": (
+        {"methods": [method("gradcam"), method("drise")]},
+        FailedPrecondition,
+        "methods[1].name",
+        ["drise needs a detector, and resnet50 is none"],
+    ),
     "a segment of a classifier": (
         {**segment(1), "model": "resnet50"},
         FailedPrecondition,
@@ -502,6 +519,18 @@ WRONG |= {
         ["left is 20, and right is 20: the box is empty"],
     ),
     "a box without numbers": (segment(1, top=math.nan), InvalidArgument, "targets[0].segment.region.top", ["nan"]),
+    "an empty mask": (
+        {"model": "pixels", "targets": [masked(b"")]},
+        InvalidArgument,
+        "targets[0].segment.mask",
+        ["the mask is empty: responses leave its file out"],
+    ),
+    "a mask and a region": (
+        {"model": "pixels", "targets": [masked(b"mask", region=explain_pb2.Box(right=1, bottom=1))]},
+        InvalidArgument,
+        "targets[0].segment.mask",
+        ["a region or a mask, not both"],
+    ),
     "a segment of no class": (
         {"model": "pixels", "targets": [explain_pb2.Target(segment=explain_pb2.Segment())]},
         InvalidArgument,
@@ -726,7 +755,7 @@ def test_number_is_accepted_only_within_its_range(path, value):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 5e-324, 2.0**63, -0.0])
 def test_any_number_is_accepted_or_refused_by_a_parameter(parameter, value):
     name = next(name for name in METHODS if parameter in METHODS[name].parameters)
-    request = {"methods": [method(name, **{parameter.name: value})]}
+    request = {"model": model_for(name), "methods": [method(name, **{parameter.name: value})]}
     whole = not parameter.integer or (math.isfinite(value) and value == int(value))
     if parameter.minimum <= value <= parameter.maximum and whole:
         assert ask(**request).job.calls[0].parameters[parameter.name] == value
@@ -811,6 +840,7 @@ def test_embedding_has_no_predictions_and_a_similarity_target():
         ("resnet50", FinerTarget(1, (0, 2), 0.5), finer(1, 0, 2, weight=0.5)),
         ("rich", SimilarityTarget(), similarity(b"")),
         ("pixels", SegmentTarget(1), segment(1)["targets"][0]),
+        ("pixels", MaskTarget(1, mask=np.ones((2, 2), bool)), masked(b"")),
         (
             "pixels",
             SegmentTarget(1, Box(48, 112, 96, 168)),
@@ -991,7 +1021,7 @@ def test_method_description_is_complete(name):
     assert described.kind == codec.kind_of(METHODS[name]) != models_pb2.METHOD_KIND_UNSPECIFIED
     assert not described.summary.endswith(".")
     assert [each.name for each in described.parameters] == [each.name for each in METHODS[name].parameters]
-    job = ask(methods=[method(name)], top_k=1).job
+    job = ask(model=model_for(name), methods=[method(name)], top_k=1).job
     job = replace(job, model=replace(job.model, preprocess=replace(job.model.preprocess, size=(224, 224))))
     if not needs_channels(METHODS[name]):  # that pass is not counted which says what the model predicts
         assert described.rows == max(1, job.rows - (job.calls[0] not in job.clean))
@@ -1079,8 +1109,6 @@ def test_reading_a_request_does_not_change_it():
     assert request.SerializeToString(deterministic=True) == before
 
 
-def test_image_of_a_similarity_target_is_not_remembered():
-    def target():
-        return explain_pb2.Target(similarity=explain_pb2.Similarity(image=b"other"))
-
-    assert ask(model="vectors", targets=[target()]).job is not ask(model="vectors", targets=[target()]).job
+@pytest.mark.parametrize(("model_", "make"), [("vectors", similarity), ("pixels", lambda: masked(b"mask"))])
+def test_image_of_a_target_is_not_remembered(model_, make):
+    assert ask(model=model_, targets=[make()]).job is not ask(model=model_, targets=[make()]).job

@@ -57,8 +57,8 @@ class ExplainOptions(TypedDict, total=False):
         methods: One method or several, up to 16. Each is a name, a ``Method``, or a pair of name
             and parameters. Default: gradcam.
         targets: One target or several, up to 16: labels, class indices, ``contrast(a, b)``,
-            ``finer(a)``, ``probability(a)``, ``segment(a)``, ``detection(a)`` or
-            ``similarity(image)``. Default: the ``top_k`` most probable classes.
+            ``finer(a)``, ``probability(a)``, ``segment(a)``, ``mask(a, image)``, ``detection(a)``
+            or ``similarity(image)``. Default: the ``top_k`` most probable classes.
         layers: One layer or several, up to 8, by name; or "pyramid": all scales of a detector in one
             map. Default: the pyramid, if the model has one, or else its default layer.
         fusion: How to combine the maps of several layers into one: "mean", "max", "product" or
@@ -312,7 +312,7 @@ def result(response: explain_pb2.ExplainResponse, targets: Sequence[explain_pb2.
     Args:
         response: The server's response.
         targets: The targets of the request. Receipts need them, because a response leaves out the image of a
-            ``similarity``.
+            ``similarity`` and that of a ``mask``.
 
     Raises:
         Internal: The response is invalid, such as a raw map without the declared number of values.
@@ -409,8 +409,10 @@ def _decode_receipt(
 
 
 def _restore_image(resolved: explain_pb2.Target, requested: explain_pb2.Target | None) -> explain_pb2.Target:
-    # The server does not send back the image of a similarity.
-    is_missing = resolved.WhichOneof("kind") == "similarity" and not resolved.similarity.image
+    # The server does not send back the image of a similarity, and sends an empty mask.
+    is_missing = (resolved.WhichOneof("kind") == "similarity" and not resolved.similarity.image) or (
+        resolved.segment.HasField("mask") and not resolved.segment.mask
+    )
     return requested if requested and is_missing else resolved
 
 

@@ -120,7 +120,7 @@ class Explanation:
         overlay_picture: The overlay; None if it was not requested.
         colored_picture: The heatmap alone in colour; None if it was not requested.
         resolved: The target as the server resolved it, to request the same again; None for a
-            ``similarity``, whose image is not sent back.
+            ``similarity`` or a ``mask``, whose image is not sent back.
         intensity: The intensities that are coloured, float32 [H, W], read-only, 0 to 1, at the
             resolution of the model's input; None if they were not requested.
         completeness_error: For methods whose maps must add up to the score minus a baseline's score,

@@ -199,6 +199,13 @@ def _parser_with_box(
     return parse
 
 
+def _parse_mask(text: str) -> camserve.TargetLike:
+    class_, _, path = text.partition("@")
+    if not path:
+        raise click.BadParameter(f"{text!r} is not CLASS@MASK.png")
+    return camserve.mask(_parse_class(class_), path)
+
+
 def _parse_edges(text: str) -> tuple[float, float, float, float]:
     try:
         left, top, right, bottom = map(float, text.split(","))
@@ -216,6 +223,7 @@ _TARGET_PARSERS: dict[str, Callable[[str], camserve.TargetLike]] = {
     "finer": _parse_finer,
     "similarity": camserve.similarity,
     "segment": _parser_with_box(camserve.segment),
+    "mask": _parse_mask,
     "detection": _parser_with_box(camserve.detection),
 }
 
@@ -353,7 +361,8 @@ _target_option = click.option(
     type=_parse_target,
     metavar="TARGET",
     help='Target: a label, a class index, "tabby vs tiger cat", "finer:tabby", "probability:tabby", "segment:cat", '
-    '"detection:dog@LEFT,TOP,RIGHT,BOTTOM" or "similarity:OTHER.jpg". Repeatable. Default: the predicted class.',
+    '"mask:cat@MASK.png", "detection:dog@LEFT,TOP,RIGHT,BOTTOM" or "similarity:OTHER.jpg". Repeatable. Default: the '
+    "predicted class.",
 )
 @_layers_option
 @_fusion_option

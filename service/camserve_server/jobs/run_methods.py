@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, singledispatch
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -35,7 +35,10 @@ from camserve_server.methods import (
 from camserve_server.methods.kinds import Array, itself, single_copy
 from camserve_server.methods.values import Edit, MethodCall
 from camserve_server.models.values import PYRAMID, Pass
-from camserve_server.targets import weight_probability
+from camserve_server.targets import seen_in, similarity_of_best, weight_probability
+
+if TYPE_CHECKING:
+    from camserve_server.targets.values import DetectionTarget
 
 MapsByMethod: TypeAlias = list[list[LayerMaps]]
 """For each method of a job, its maps on each layer."""
@@ -223,21 +226,27 @@ async def _explore(method: Perturbation, run: ExplanationRun, call: MethodCall, 
     search = method.explore(scene, **call.parameters)
     edits, maps = await execute(next_edits, search, None)
     while maps is None:
-        edits, maps = await execute(next_edits, search, await _scores(run, edits, layer))
+        edits, maps = await execute(next_edits, search, await _scores(method, run, edits, layer))
     return LayerMaps(layer, [RawMap(np.asarray(heatmap, np.float32)) for heatmap in maps])
 
 
-async def _scores(run: ExplanationRun, edits: Sequence[Edit], layer: str) -> Array:
+async def _scores(method: Perturbation, run: ExplanationRun, edits: Sequence[Edit], layer: str) -> Array:
     """Return the scores [n,T] of edits of the image, for every target."""
     scores = np.zeros((len(edits), len(run.targets)), np.float32)
 
     def keep(index: int, result: RowResult) -> None:
-        scores.flat[index] = result.score
+        scores.flat[index] = _similarity(run, result) if method.matches else result.score
 
     rows = [replace(run.row(target), edit=edit) for edit in edits for target in run.targets]
     silences = any(edit.silenced is not None for edit in edits)
     await run.row_runner.run(run.pass_("score", (layer,) if silences else ()), rows, keep)
     return scores
+
+
+def _similarity(run: ExplanationRun, result: RowResult) -> float:
+    """Return the similarity of a row's object, in the views of the run, with the best match that the row detects."""
+    target = seen_in(result.target, run.views, run.job.model.preprocess.size)
+    return similarity_of_best(result.logits, cast("DetectionTarget", target))
 
 
 @run_method.register

@@ -611,6 +611,12 @@ class Segment(_message.Message):
 
     CLASS_NAME_FIELD_NUMBER: _builtins.int
     REGION_FIELD_NUMBER: _builtins.int
+    MASK_FIELD_NUMBER: _builtins.int
+    mask: _builtins.bytes
+    """The part as a mask instead of a region: a grey PNG file of at most 8 bits per pixel, with the height and width of
+    the photo. Pixels that are not 0 are in the part. INVALID_ARGUMENT if the model sees none of them. In a response
+    the mask is empty.
+    """
     @_builtins.property
     def class_name(self) -> Global___ClassName:
         """The class to explain, by its index or label. Required."""
@@ -626,12 +632,15 @@ class Segment(_message.Message):
         *,
         class_name: Global___ClassName | None = ...,
         region: Global___Box | None = ...,
+        mask: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["class_name", b"class_name", "region", b"region"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_mask", b"_mask", "class_name", b"class_name", "mask", b"mask", "region", b"region"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_name", b"class_name", "region", b"region"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mask", b"_mask", "class_name", b"class_name", "mask", b"mask", "region", b"region"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__mask: _TypeAlias = _typing.Literal["mask"]  # noqa: Y015
+    _WhichOneofArgType__mask: _TypeAlias = _typing.Literal["_mask", b"_mask"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mask) -> _WhichOneofReturnType__mask | None: ...
 
 Global___Segment: _TypeAlias = Segment  # noqa: Y015
 
@@ -1441,7 +1450,7 @@ class Explanation(_message.Message):
     @_builtins.property
     def resolved_target(self) -> Global___Target:
         """The resolved target, which can be sent again to request the same explanation. For a similarity it lacks the other
-        image.
+        image, and for a segment its mask.
         """
 
     @_builtins.property
@@ -1779,8 +1788,8 @@ class InspectLayersRequest(_message.Message):
     """The photo as a JPEG, PNG, WebP or BMP file. Required."""
     @_builtins.property
     def target(self) -> Global___Target:
-        """The score to differentiate. It cannot be a similarity, and a segment or detection cannot have a region or box.
-        Default: the model's first prediction.
+        """The score to differentiate. It cannot be a similarity, and a segment or detection cannot have a region, a
+        mask or a box. Default: the model's first prediction.
         """
 
     @_builtins.property
@@ -1995,7 +2004,7 @@ class ExtractFeaturesRequest(_message.Message):
     @_builtins.property
     def target(self) -> Global___Target:
         """The score to differentiate for the gradient weights. It cannot be a similarity, and a segment or detection cannot
-        have a region or box. Default: the model's first prediction.
+        have a region, a mask or a box. Default: the model's first prediction.
         """
 
     def __init__(

@@ -52,9 +52,9 @@ def read_explanation(
 def _options_of(request: explain_pb2.ExplainRequest) -> bytes | None:
     """Return a request without its image, serialized; None if it is not worth remembering."""
     if len(request.targets) > MAX_REMEMBERED_TARGETS or any(
-        target.HasField("similarity") for target in request.targets
+        target.HasField("similarity") or target.segment.mask for target in request.targets
     ):
-        return None  # the image of a similarity target may be large
+        return None  # the image of such a target may be large
     options = explain_pb2.ExplainRequest()
     for field, value in request.ListFields():
         if field.name == "image":
@@ -76,7 +76,7 @@ def _read_options(request: explain_pb2.ExplainRequest, models: Mapping[str, Know
     """Check everything but the image; return the job, the rendering and the number of predictions."""
     check_sizes(request, limits)
     model, fusion = read_model(request.model, models, "model"), _read_fusion(request.fusion)
-    calls, layers = _read_calls(request.methods), _read_layers(request.layers, model)
+    calls, layers = _read_calls(request.methods, model), _read_layers(request.layers, model)
     pyramid = layers == model.pyramid and list(request.layers) in ([], [PYRAMID])
     job = Job(
         model=model,
@@ -128,15 +128,18 @@ def read_model(name: str, models: Mapping[str, KnownModel], field: str) -> Model
     raise NotFound(f"model {model.name} is not loaded: it was unloaded", field=field)
 
 
-def _read_calls(methods: Sequence[explain_pb2.Method]) -> tuple[MethodCall, ...]:
+def _read_calls(methods: Sequence[explain_pb2.Method], model: ModelInfo) -> tuple[MethodCall, ...]:
     if not methods:
         return (MethodCall(DEFAULT_METHOD),)
-    return tuple(_read_call(method, f"methods[{index}]") for index, method in enumerate(methods))
+    return tuple(_read_call(method, model, f"methods[{index}]") for index, method in enumerate(methods))
 
 
-def _read_call(message: explain_pb2.Method, field: str) -> MethodCall:
+def _read_call(message: explain_pb2.Method, model: ModelInfo, field: str) -> MethodCall:
     method = find_known("method", message.name, METHODS, "there are", f"{field}.name")
     values = read_parameters(message.name, message.parameters, method.parameters, f"{field}.parameters")
+    if method.tasks and model.task not in method.tasks:
+        reason = f"{message.name} needs {method.needs}, and {model.name} is none"
+        raise FailedPrecondition(reason, field=f"{field}.name")
     if message.eigen_smoothing and not method.smooths:
         others = join_names(name for name, other in METHODS.items() if other.smooths)
         raise FailedPrecondition(
