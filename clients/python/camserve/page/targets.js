@@ -44,13 +44,20 @@ function explained() {
   return target && (target.classIndex ?? 0);
 }
 
+/** Return the target of a part, given as a mask, for the class that is explained now. */
+export function maskOf(mask) {
+  const classIndex = classOf(state.ask.targets[0] ?? {}) ?? explained() ?? 0;
+  return { segment: { className: { classIndex }, mask } };
+}
+
 /** Return the name of a target, with the labels of a model. */
 export function nameOf(target, labels = []) {
   const name = ({ classIndex, label } = {}) => className({ classIndex, label: label || labels[classIndex] });
   if (target.contrast) return `${name(target.contrast.why)}, not ${name(target.contrast.whyNot)}`;
   if (target.finer) return `${name(target.finer.why)}, against similar classes`;
   if (target.similarity) return "similarity to another photo";
-  if (target.segment) return name(target.segment.className);
+  if (target.text) return target.text;
+  if (target.segment) return name(target.segment.className) + (target.segment.mask ? " in a mask" : "");
   if (target.detection) return name(target.detection.className);
   return name(target) + (target.softmax ? " (probability)" : "");
 }

@@ -98,7 +98,7 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_depth(entries: Iterable[tuple[str, Any]], name: str) -> None:
-    """Refuse settings of a network with so many layers that building it would not end.
+    """Refuse settings of a network of too many layers: building it would take hours.
 
     Args:
         entries: keys and values of all objects in the settings.

@@ -5,9 +5,9 @@ import { isBoolean, isObject, isText } from "./receipt.js";
 const VERSION = "1.";
 const LONGEST = 8192; // characters of a fragment that is read
 
-/** Return the URL fragment, without "#", of a page's state; photos are left out, also those of similarities. */
+/** Return the URL fragment, without "#", of a page's state; photos are left out, also those of targets, and masks. */
 export function writeLink({ request = {}, style = {}, view = {} }) {
-  const content = JSON.stringify([request, style, view], (key, value) => (key === "image" || isEmpty(value) ? undefined : value));
+  const content = JSON.stringify([request, style, view], (key, value) => (["image", "mask"].includes(key) || isEmpty(value) ? undefined : value));
   return VERSION + base64Of(new TextEncoder().encode(content)).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
 }
 

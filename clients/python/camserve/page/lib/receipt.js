@@ -7,7 +7,7 @@ const FUSIONS = { FUSION_MEAN: "mean", FUSION_MAX: "max", FUSION_PRODUCT: "produ
 const SEPARATOR = " + "; // joins the names of fused layers
 const TEXTS = ["model", "source", "weights", "digest", "precision", "device", "image_sha256", "input_sha256", "method"];
 
-/** Return an explanation's receipt as JSON text, or null; responses leave out the image of a similarity, requests do not. */
+/** Return an explanation's receipt as JSON text, or null; responses leave out images and masks of targets, requests do not. */
 export function receiptText(response, index, request = {}) {
   if (!response.receipt) return null;
   const explanation = response.explanations[index];
@@ -52,8 +52,8 @@ function jsonNumber(number, round = (value) => value) {
 }
 
 function targetOf(resolved, requested) {
-  const lacksImage = resolved.similarity && !resolved.similarity.image;
-  return renamed(lacksImage && requested ? requested : resolved, snakeName);
+  const lacksFile = (resolved.similarity && !resolved.similarity.image) || requested?.segment?.mask;
+  return renamed(lacksFile && requested ? requested : resolved, snakeName);
 }
 
 /** Rename the fields of a message: receipts have the names of the .proto file. */

@@ -2,6 +2,7 @@
 
 const OPEN = "photo.jpg";
 const OTHER = "other.jpg"; // the photo of a similarity
+const MASK = "mask.png";
 
 /** Quote text as a Python string literal; characters that editors do not show are escaped. */
 export function pythonString(text) {
@@ -37,7 +38,9 @@ const TARGETS = {
     return `camserve.finer(${[...parts, ...(weight === undefined ? [] : [`weight=${weight}`])].join(", ")})`;
   },
   similarity: () => `camserve.similarity(${pythonString(OTHER)})`,
-  segment: ({ className: name, region }) => `camserve.segment(${className(name)}${region ? `, ${box(region)}` : ""})`,
+  text: (text) => `camserve.text(${pythonString(text)})`,
+  segment: ({ className: name, region, mask }) =>
+    mask ? `camserve.mask(${className(name)}, ${pythonString(MASK)})` : `camserve.segment(${className(name)}${region ? `, ${box(region)}` : ""})`,
   detection: ({ className: name, box: edges }) => `camserve.detection(${className(name)}${edges ? `, ${box(edges)}` : ""})`,
 };
 
@@ -130,14 +133,17 @@ export function asPython(request, { address = "localhost:50051", photo = OPEN, t
 
 /** Return a shell command that sends an ExplainRequest with curl, to an HTTP address. */
 export function asCurl(request, { address = "http://localhost:8080", photo = OPEN, token = false } = {}) {
-  const [photoMark, otherMark] = ["\u0000photo\u0000", "\u0000other\u0000"];
   const { image: _, targets = [], ...rest } = request;
-  const filled = targets.map((target) => (target.similarity ? { ...target, similarity: { image: otherMark } } : target));
-  const body = { ...rest, ...(filled.length ? { targets: filled } : {}), image: photoMark };
-  const marks = { [JSON.stringify(photoMark).slice(1, -1)]: photo, [JSON.stringify(otherMark).slice(1, -1)]: OTHER };
-  const pieces = JSON.stringify(body).split(/(\\u0000(?:photo|other)\\u0000)/);
-  const commands = pieces.map((piece) =>
-    piece in marks ? `base64 < ${shellString(marks[piece])} | tr -d '\\n'` : `printf %s ${shellString(piece)}`,
+  const mark = (name) => `\u0000${name}\u0000`;
+  const filled = targets.map((target) => {
+    if (target.similarity) return { ...target, similarity: { image: mark("other") } };
+    return target.segment?.mask ? { ...target, segment: { ...target.segment, mask: mark("mask") } } : target;
+  });
+  const body = { ...rest, ...(filled.length ? { targets: filled } : {}), image: mark("photo") };
+  const files = { photo, other: OTHER, mask: MASK };
+  const pieces = JSON.stringify(body).split(/\\u0000(photo|other|mask)\\u0000/); // names at the odd places
+  const commands = pieces.map((piece, index) =>
+    index % 2 ? `base64 < ${shellString(files[piece])} | tr -d '\\n'` : `printf %s ${shellString(piece)}`,
   );
   const access = token ? '  -H "Authorization: Bearer $CAMSERVE_TOKEN" \\\n' : "";
   return `{ ${commands.join(";\n  ")}; } |\ncurl --fail-with-body --data-binary @- \\\n  -H 'Content-Type: application/json' \\\n${access}  ${shellString(`${address.replace(/\/$/, "")}/camserve.v1.ExplainService/Explain`)}\n`;

@@ -1,9 +1,9 @@
-/** The choice of targets: the first predictions, classes found by their labels, or another photo to compare with. */
+/** The choice of targets: the first predictions, classes found by their labels, texts, masks, or another photo. */
 import { checkbox, chip, debounced, fileButton, fill, h, labelled, newId, PHOTO_TYPES, searchField } from "../dom.js";
 import { base64Of } from "../lib/maps.js";
 import { ask, mainModel, on, state } from "../state.js";
 import { detailsOf } from "../server.js";
-import { classOf, isSame, nameOf, targetOf } from "../targets.js";
+import { classOf, isSame, maskOf, nameOf, targetOf } from "../targets.js";
 
 const MOST_FOUND = 12;
 const MOST_TARGETS = 16;
@@ -16,7 +16,10 @@ const listId = newId("labels");
 const list = h("ul.found", { id: listId, role: "listbox", "aria-label": "Classes", hidden: true });
 const search = searchField("Find a class", { role: "combobox", "aria-expanded": "false", "aria-controls": listId, "aria-autocomplete": "list", autocomplete: "off", oninput: debounced(find, 100), onkeydown: key });
 const finder = h("div.finder", search, list);
-const similarity = h("div.row", fileButton("Similarity to another photo", PHOTO_TYPES, explainSimilarity));
+const similarity = h("div.row", fileButton("Similarity to another photo", PHOTO_TYPES, withFile((image) => ({ similarity: { image } }))));
+const mask = h("div.row", fileButton("The part in a PNG mask", "image/png", withFile(maskOf)));
+const text = h("input", { maxlength: 1000, onkeydown: addText });
+const textField = labelled("Add a text, such as “a photo of a cat”", text);
 
 let labels = [];
 let found = [];
@@ -24,7 +27,7 @@ let active = -1;
 
 export function targetsControl() {
   countField.dataset.field = "top_k";
-  return h("fieldset", { "data-field": "targets" }, h("legend", "Targets"), chips, countField, finder, kinds, similarity);
+  return h("fieldset", { "data-field": "targets" }, h("legend", "Targets"), chips, countField, finder, textField, kinds, similarity, mask);
 }
 
 function countChanged() {
@@ -32,9 +35,15 @@ function countChanged() {
   if (Number.isInteger(topK) && topK >= 1) ask({ topK });
 }
 
-async function explainSimilarity([file]) {
-  const image = base64Of(new Uint8Array(await file.arrayBuffer()));
-  ask({ targets: [{ similarity: { image } }] });
+/** Return a function that asks about the target of a chosen file. */
+function withFile(make) {
+  return async ([file]) => ask({ targets: [make(base64Of(new Uint8Array(await file.arrayBuffer())))] });
+}
+
+function addText({ key }) {
+  if (key !== "Enter" || !text.value.trim()) return;
+  addTarget({ text: text.value.trim() });
+  text.value = "";
 }
 
 async function show() {
@@ -44,6 +53,8 @@ async function show() {
   countField.hidden = targets.length > 0 || model.task === "embed";
   if (document.activeElement !== count) count.value = state.ask.topK;
   similarity.hidden = !["classify", "multilabel", "regress", "embed"].includes(model.task);
+  mask.hidden = model.task !== "segment";
+  textField.hidden = !model.acceptsTexts;
   labels = [];
   ({ labels } = await detailsOf(model.name).catch(() => ({ labels: [] })));
   finder.hidden = model.task === "embed";
@@ -106,9 +117,12 @@ function key(event) {
 }
 
 function add({ classIndex }) {
-  const target = targetOf({ classIndex }, mainModel().task);
-  const { targets } = state.ask;
   close();
+  addTarget(targetOf({ classIndex }, mainModel().task));
+}
+
+function addTarget(target) {
+  const { targets } = state.ask;
   if (!targets.some((present) => isSame(present, target))) ask({ targets: [...targets, target].slice(-MOST_TARGETS) });
 }
 
