@@ -23,11 +23,12 @@ test("a link restores the state, and only has characters of a fragment", () => {
   assert.deepEqual(readLink(`#${link}`), STATE);
 });
 
-test("a link has no photo, not even that of a similarity", () => {
+test("a link has no photo, no mask, and no photo of a similarity", () => {
   const photo = "A".repeat(1000);
-  const link = writeLink({ request: { image: photo, targets: [{ similarity: { image: photo } }] } });
-  assert.ok(link.length < 100);
-  assert.deepEqual(readLink(link).request, { targets: [{ similarity: {} }] });
+  const targets = [{ similarity: { image: photo } }, { segment: { className: { label: "cat" }, mask: photo } }];
+  const link = writeLink({ request: { image: photo, targets } });
+  assert.ok(link.length < 150);
+  assert.deepEqual(readLink(link).request, { targets: [{ similarity: {} }, { segment: { className: { label: "cat" } } }] });
 });
 
 test("a link without a state has the defaults", () => {

@@ -15,7 +15,7 @@ from camserve import _codec, _replay
 from camserve.v1 import explain_pb2
 from page.lib.maps_data import heatmap, signed
 
-PHOTO, OTHER = b"\xff\xd8\xff a photo", b"\xff\xd8\xff another one"
+PHOTO, OTHER, MASK = b"\xff\xd8\xff a photo", b"\xff\xd8\xff another one", b"\x89PNG\r\n\x1a\n a mask"
 TARGETS = {
     "index": {"classIndex": 0},
     "label": {"label": "it's \"quoted\" \\ </script> \u202e\u2028 $HOME `id` ' -- ü"},
@@ -29,6 +29,7 @@ TARGETS = {
     "whole segment": {"segment": {"className": {"label": "cat"}}},
     "any detection": {"detection": {"className": {"label": "dog"}}},
     "similarity": {"similarity": {"image": base64.b64encode(OTHER).decode()}},
+    "mask": {"segment": {"className": {"label": "cat"}, "mask": base64.b64encode(MASK).decode()}},
 }
 METHODS = [
     {"name": "gradcam"},
@@ -130,6 +131,7 @@ def photos(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "it's a photo.jpg").write_bytes(PHOTO)
     (tmp_path / "other.jpg").write_bytes(OTHER)
+    (tmp_path / "mask.png").write_bytes(MASK)
     return {"photo": "it's a photo.jpg", "other": "other.jpg", "token": True}
 
 
@@ -234,9 +236,14 @@ def test_receipt_is_that_of_the_python_client(js, index):
     assert json.loads(camserve.Receipt.from_json(found).to_json()) == json.loads(found)
 
 
-def test_receipt_of_a_similarity_has_the_image_of_the_request(js):
-    resolved = explain_pb2.Target(similarity=explain_pb2.Similarity())
-    requested = [TARGETS["index"], TARGETS["similarity"]]
+SEGMENT = explain_pb2.Segment(class_name=explain_pb2.ClassName(class_index=3), mask=b"")
+FILES = {"similarity": {"similarity": explain_pb2.Similarity()}, "mask": {"segment": SEGMENT}}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_receipt_has_the_file_of_the_requests_target(js, kind):
+    resolved = explain_pb2.Target(**FILES[kind])
+    requested = [TARGETS["index"], TARGETS[kind]]
     reply = response(target=resolved)
     reply.explanations.insert(0, reply.explanations[0])
     targets = [json_format.ParseDict(target, explain_pb2.Target()) for target in requested]
