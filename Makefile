@@ -17,7 +17,7 @@ BASE ?= origin/main
 MINUTES ?= 10
 TIMES ?= 3
 
-.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo soak check bench bench-diff bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision
+.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo soak check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## create the .venv with all dependencies
 
@@ -202,6 +202,9 @@ bench: setup  ## run the benchmarks: some minutes; FULL=1 runs all and writes be
 
 bench-diff: setup  ## measure false alarms and missed changes of `camserve diff`, and write benchmarks/diff/RESULTS.md: ten minutes
 	$(BIN)/python -m benchmarks.diff --runs 4 --write
+
+bench-pyramid: setup  ## measure how well pyramids of detectors find objects, and write benchmarks/pyramid/RESULTS.md: ten minutes
+	$(BIN)/python -m benchmarks.pyramid --write
 
 bench-front: setup  ## measure what surrounds the model; AGAINST=PATH compares it with another checkout: some minutes
 	$(BIN)/python -m benchmarks front $(if $(AGAINST),--against $(AGAINST))

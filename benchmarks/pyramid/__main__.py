@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from benchmarks import results
-from benchmarks.pyramid import cost
+from benchmarks.pyramid import cost, picture, toy
 from benchmarks.pyramid.measure import measure
+from benchmarks.results import Part
 
 INTRO = """# Pyramids of detectors
 
@@ -27,8 +28,12 @@ def main() -> None:
     """Measure, print the tables, and with `--write` put them into RESULTS.md."""
     asked = _arguments()
     torch.set_num_threads(asked.threads)
-    part = measure(asked.seeds, asked.scenes)
-    part.tables += cost.measure(asked.rounds).tables if asked.rounds else []
+    if asked.picture:
+        picture.draw(asked.picture, toy.trained())
+        return
+    costs = cost.measure(asked.rounds).tables if asked.rounds else []
+    part = measure(asked.seeds, asked.scenes) if asked.seeds else Part("pyramid")
+    part.tables += costs
     text = results.as_text(part)
     print(f"\n{text}", flush=True)
     if asked.write:
@@ -40,10 +45,13 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks.pyramid", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="detectors of each neck (default: 3)")
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="detectors of each neck; 0 for none (default: 3)"
+    )
     parser.add_argument("--scenes", type=int, default=40, metavar="N", help="scenes for each (default: 40)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="timed requests; 0 for none (default: 5)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="write a picture instead, docs/images/pyramid.jpg")
     parser.add_argument("--write", action="store_true", help="put what is found into RESULTS.md of this folder")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent, help="of RESULTS.md")
     return parser.parse_args()

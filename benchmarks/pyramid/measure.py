@@ -34,7 +34,7 @@ Numbers: TypeAlias = dict[tuple[str, str, bool], list[tuple[float, bool]]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class Found:
     """An object that the detector found.
 
     Attributes:
@@ -94,9 +94,9 @@ def collect(numbers: Numbers, network: toy.Detector, scenes: Sequence[toy.Scene]
 
 def _explanations(
     explainer: Explainer, network: toy.Detector, scene: toy.Scene, layers: Sequence[str]
-) -> Iterator[tuple[_Found, dict[tuple[str, str], Map]]]:
+) -> Iterator[tuple[Found, dict[tuple[str, str], Map]]]:
     """Yield each object that was found, and its maps by method and by way of explaining."""
-    objects = _found(explainer, scene)
+    objects = found_objects(explainer, scene)
     if not objects:
         return
     one = _maps(explainer, scene, objects, [explainer.model().default_layer])
@@ -109,7 +109,7 @@ def _explanations(
 
 
 def _maps(
-    explainer: Explainer, scene: toy.Scene, objects: Sequence[_Found], layers: Sequence[str]
+    explainer: Explainer, scene: toy.Scene, objects: Sequence[Found], layers: Sequence[str]
 ) -> dict[str, list[list[Map]]]:
     """Return, by method, the maps of each object on each layer."""
     targets, maps = [found.target for found in objects], {}
@@ -125,7 +125,7 @@ def _map(explanation: camserve.Explanation) -> Map:
     return explanation.heatmap.copy()  # torch takes no array that cannot be written to
 
 
-def _found(explainer: Explainer, scene: toy.Scene) -> list[_Found]:
+def found_objects(explainer: Explainer, scene: toy.Scene) -> list[Found]:
     """Return the objects of a scene that are among the predictions: the same label, and an overlap of one half."""
     predictions = explainer.explain(scene.photo, overlay=None, heatmap=False, max_predictions=50).predictions
     objects = []
@@ -133,7 +133,7 @@ def _found(explainer: Explainer, scene: toy.Scene) -> list[_Found]:
         name = toy.LABELS[label]
         for prediction in predictions:
             if prediction.label == name and prediction.box and _overlap(box, prediction.box) >= 0.5:  # noqa: PLR2004
-                objects.append(_Found(camserve.detection(name, prediction.box), box, bool(small)))
+                objects.append(Found(camserve.detection(name, prediction.box), box, bool(small)))
                 break
     return objects
 

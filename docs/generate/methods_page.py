@@ -34,7 +34,8 @@ Any method can be averaged over copies of the image, flipped and rescaled in int
 (`augmentation_smoothing`, at least six times the rows). The methods marked *Eigen smoothing* can use the first
 principal component of the channels' terms instead of their sum (`eigen_smoothing`). The maps of several layers can be
 fused into one (`fusion`: mean, max, product). Each map goes through a ReLU, is min-max normalised, and is resized to
-the finest grid bilinearly.
+the finest grid bilinearly. The fusion `sum` adds the signed maps as they are, each divided by the area of its cells; it
+is that of `layers=["pyramid"]`, all scales of a detector ([choosing](choosing.md#detectors)).
 
 ## Notation
 

@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import transformers
 from benchmarks.pyramid import measure, toy
 from torch import nn
 from torch.nn import functional
@@ -118,6 +119,61 @@ class OwnHeads(nn.Module):
 def test_scales_are_found_without_a_backbone(plant, joint):
     model = plant(lambda: OwnHeads(joint=joint), size=16)
     assert scales_of(model) == {"project.0": (8, 8), "project.1": (4, 4)}
+
+
+SIZES = {"d_model": 32, "num_queries": 6, "num_labels": 3, "decoder_layers": 2, "decoder_ffn_dim": 16}
+HEADS = {"encoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+
+
+class Queries(nn.Module):
+    """A detector of transformers with random weights, whose objects are its queries."""
+
+    num_classes = 3
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = getattr(self, f"_{kind}")(kind).eval()
+
+    def _stages(self, config, *names):
+        sizes = {"embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "layer_type": "basic"}
+        return config(**sizes, out_features=list(names))
+
+    def _rt_detr(self, _kind):
+        stages = self._stages(transformers.RTDetrResNetConfig, "stage2", "stage3", "stage4")
+        sizes = {"encoder_hidden_dim": 32, "encoder_in_channels": [8, 16, 16], "decoder_in_channels": [32] * 3}
+        config = transformers.RTDetrConfig(backbone_config=stages, **sizes, **SIZES, **HEADS, num_denoising=0)
+        return transformers.RTDetrForObjectDetection(config)
+
+    def _detr(self, kind):
+        names = ["stage4"] if kind == "detr" else ["stage3", "stage4"]
+        stages = self._stages(transformers.ResNetConfig, *names)
+        options = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
+        name = "Detr" if kind == "detr" else "DeformableDetr"
+        levels = {} if kind == "detr" else {"num_feature_levels": 2}
+        sizes = {**SIZES, **HEADS, **levels, "encoder_layers": 1}
+        config = getattr(transformers, f"{name}Config")(backbone_config=stages, **options, **sizes)
+        return getattr(transformers, f"{name}ForObjectDetection")(config)
+
+    _deformable = _detr
+
+    def forward(self, images):
+        output = self.model(pixel_values=images)
+        scores, labels = output.logits.sigmoid().max(2)
+        objects = zip(output.pred_boxes, labels, scores, strict=True)
+        return [dict(zip(("boxes", "labels", "scores"), each, strict=True)) for each in objects]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("rt_detr", {f"model.model.decoder_input_proj.{index}": (8 >> index,) * 2 for index in range(3)}),
+        ("deformable", {f"model.model.input_proj.{index}": (4 >> index,) * 2 for index in range(2)}),
+        ("detr", {}),
+    ],
+)
+def test_scales_are_those_before_a_transformer(plant, kind, expected):
+    assert scales_of(plant(lambda: Queries(kind), size=64)) == expected
 
 
 @pytest.mark.parametrize("factory", [Finder, Colours])
