@@ -50,12 +50,14 @@ from camserve._targets import (
     Segment,
     Similarity,
     TargetLike,
+    Text,
     contrast,
     detection,
     finer,
     probability,
     segment,
     similarity,
+    text,
 )
 from camserve._values import (
     Cost,
@@ -134,6 +136,7 @@ __all__ = [
     "Similarity",
     "Statistics",
     "TargetLike",
+    "Text",
     "Timing",
     "Unauthenticated",
     "Unavailable",
@@ -144,4 +147,5 @@ __all__ = [
     "probability",
     "segment",
     "similarity",
+    "text",
 ]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from camserve_server.core.devices import device_for
 from camserve_server.core.errors import OutOfMemory
-from camserve_server.engine import attention, bias, cam, inspection, saliency, score
+from camserve_server.engine import attention, bias, cam, inspection, saliency, score, text
 from camserve_server.engine.inputs import apply_view, normalise
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.models import LoadedModel
@@ -31,6 +31,7 @@ RUNS: Mapping[Kind, Callable[[LoadedModel, Pass, Sequence[Row]], list[RowResult]
     "bias": bias.run,
     "inspect": inspection.run,
     "features": inspection.run_features,
+    "text": text.run,
 }
 """The function that runs a batch, by the kind of its pass."""
 

@@ -23,7 +23,7 @@ from camserve_server.engine.batch import (
     forward,
     in_row_order,
     make_inputs,
-    resolve_targets,
+    read_outputs,
     run_backward_passes,
     score_passes,
 )
@@ -161,7 +161,7 @@ class _HeadOutputs:
             replace(rows[index], target=target) for index, target in zip(backward.rows, backward.targets, strict=True)
         ]
         blocks = [_shift(backward.at, block * batch) for block in range(len(self.means))]
-        score = torch.stack([resolve_targets(self.outputs[at], fixed_rows)[1] for at in blocks]).sum()
+        score = torch.stack([read_outputs(self.outputs[at], fixed_rows)[1] for at in blocks]).sum()
         return list(_gradient(score, self.head_input).chunk(len(self.means)))
 
 

@@ -29,6 +29,7 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 INDEX = ".index.json"
 MISSING = 'models of Hugging Face need `pip install "camserve[hf]"`'
 PROCESSOR = "preprocessor_config.json"
+PROCESSORS = (PROCESSOR, "processor_config.json")  # the second one also has the settings of a tokenizer
 
 TASKS: Mapping[str, Task] = {
     "single_label_classification": "classify",
@@ -71,23 +72,32 @@ def load(spec: ModelSpec) -> tuple[nn.Module, Preprocess, tuple[str, ...], Task 
             running code from the folder.
     """
     folder = Path(spec.folder)
-    settings = _read_config(folder)
+    settings = read_config(folder)
     _check_classifier(settings, spec)
-    files = _weight_files(folder, settings, spec.origin) if spec.weights == "default" else []
-    transformers = _import_transformers()
+    files = weight_files(folder, settings, spec.origin) if spec.weights == "default" else []
+    transformers = import_transformers()
+    config = read_model_config(transformers, spec)
+    preprocess = preprocess_of(load_processor(transformers, folder, spec.origin), spec.origin)
+    kind = _model_class(transformers, config, spec.origin)
+    if spec.weights == "default":
+        module = build_with_weights(kind, config, files, spec)
+    else:
+        module = build_random(kind, config, spec.size)
+    return module, preprocess, _labels(config), TASKS.get(settings.get("problem_type") or "")
+
+
+def read_model_config(transformers: Any, spec: ModelSpec) -> Any:
+    """Return the configuration of a folder's model, of transformers' own class.
+
+    Raises:
+        ConfigError: this version of transformers cannot read it.
+    """
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(spec.folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(
             f"{spec.origin}: transformers {transformers.__version__} cannot read its config.json: {_one_line(error)}"
         ) from error
-    preprocess = preprocess_of(_load_processor(transformers, folder, spec.origin), spec.origin)
-    kind = _model_class(transformers, config, spec.origin)
-    if spec.weights == "default":
-        module = _build_with_weights(kind, config, files, spec)
-    else:
-        module = _build_random(kind, config, spec.size)
-    return module, preprocess, _labels(config), TASKS.get(settings.get("problem_type") or "")
 
 
 def check(spec: ModelSpec) -> None:
@@ -96,18 +106,27 @@ def check(spec: ModelSpec) -> None:
     Raises:
         ConfigError: transformers is not installed, a file is missing, or code from the folder would have to be run.
     """
+    settings = read_config(Path(spec.folder))
+    _check_classifier(settings, spec)
+    check_files(spec, settings)
+
+
+def check_files(spec: ModelSpec, settings: Mapping[str, Any]) -> None:
+    """Check that transformers is installed, and that a folder has the files of a model.
+
+    Raises:
+        ConfigError: transformers is not installed, or a file is missing.
+    """
     folder = Path(spec.folder)
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(MISSING)
-    settings = _read_config(folder)
-    _check_classifier(settings, spec)
-    if not (folder / PROCESSOR).exists() and "pretrained_cfg" not in settings:
+    if not any((folder / name).exists() for name in PROCESSORS) and "pretrained_cfg" not in settings:
         raise ConfigError(f"{spec.origin} has no {PROCESSOR}: AutoImageProcessor's save_pretrained writes it")
     if spec.weights == "default":
-        _weight_files(folder, settings, spec.origin)
+        weight_files(folder, settings, spec.origin)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json; refuse models that need code from the folder or a download.
 
     Raises:
@@ -175,7 +194,12 @@ def _check_timm(config: Mapping[str, Any], name: str) -> None:
             )
 
 
-def _import_transformers() -> Any:
+def import_transformers() -> Any:
+    """Import transformers, without its progress bars and warnings.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         import transformers  # noqa: PLC0415 -- an optional dependency, and seconds to import
     except ModuleNotFoundError as error:
@@ -200,13 +224,20 @@ def _options(kind: Any) -> dict[str, Any]:
     return {"attn_implementation": "sdpa" if kind._supports_sdpa else "eager", "dtype": torch.float32}  # noqa: SLF001 -- transformers has no public name for it
 
 
-def _build_random(kind: Any, config: Any, size: int | None) -> nn.Module:
+def build_random(kind: Any, config: Any, size: int | None) -> nn.Module:
+    """Build a model with random weights.
+
+    Args:
+        kind: the class of transformers.
+        config: its configuration.
+        size: side of its input in pixels; None for its own.
+    """
     if size is not None and isinstance(getattr(config, "image_size", None), int):
         config.image_size = size
     return cast("nn.Module", kind._from_config(config, **_options(kind)))  # noqa: SLF001 -- AutoModel calls the same
 
 
-def _weight_files(folder: Path, config: Mapping[str, Any], origin: str) -> list[Path]:
+def weight_files(folder: Path, config: Mapping[str, Any], origin: str) -> list[Path]:
     """Return the files of the weights.
 
     Raises:
@@ -236,7 +267,18 @@ def _read_index(path: Path, origin: str) -> list[Any]:
         raise ConfigError(f"{origin}: its {path.name} cannot be read: {_one_line(error)}") from error
 
 
-def _build_with_weights(kind: Any, config: Any, files: Sequence[Path], spec: ModelSpec) -> nn.Module:
+def build_with_weights(kind: Any, config: Any, files: Sequence[Path], spec: ModelSpec) -> nn.Module:
+    """Build a model with the weights of files.
+
+    Args:
+        kind: the class of transformers.
+        config: its configuration.
+        files: .safetensors files.
+        spec: the model's spec, for errors.
+
+    Raises:
+        ConfigError: a file cannot be read, or weights are missing.
+    """
     try:
         # Without the folder: transformers would choose the files in it, in some cases a pickle.
         module, loading = kind.from_pretrained(
@@ -269,7 +311,12 @@ def _one_line(error: Exception) -> str:
 # --- preprocessing ---
 
 
-def _load_processor(transformers: Any, folder: Path, origin: str) -> Any:
+def load_processor(transformers: Any, folder: Path, origin: str) -> Any:
+    """Return transformers' own image processor of a folder.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
     try:
         return transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:

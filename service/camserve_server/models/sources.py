@@ -15,7 +15,7 @@ from torch import nn
 
 from camserve_server.core import plugins
 from camserve_server.core.errors import ConfigError, did_you_mean
-from camserve_server.models import checkpoint, efficientnet_lite, huggingface, live
+from camserve_server.models import checkpoint, efficientnet_lite, huggingface, image_text, live
 from camserve_server.models.source import IMAGENET_LABELS, LITE, Source
 from camserve_server.models.spec import ModelSpec
 
@@ -83,7 +83,10 @@ def spec_of_network(name: str, network: nn.Module | Source, *, shared: bool = Fa
 def _from_live(spec: ModelSpec) -> Source:
     """Return a copy of a network of this process, which itself is not changed; see `live`."""
     source = _as_source(spec, spec.live)
-    module = live.share_parameters(source.module) if spec.shared else live.copy_network(source.module)
+    copied = live.share_parameters if spec.shared else live.copy_network
+    module = copied(source.module)
+    if source.text is not None:
+        source = replace(source, text=replace(source.text, encoder=copied(source.text.encoder)))
     if source.output is not None and module is source.module:
         raise ConfigError(f"{spec.origin} cannot be copied, so output= cannot be used: return the logits from forward")
     return replace(source, module=live.with_output(module, source.output) if source.output else module)
@@ -100,7 +103,7 @@ def _from_package(spec: ModelSpec) -> Source:
 
 
 def _from_hugging_face(spec: ModelSpec) -> Source:
-    return Source(*huggingface.load(spec))
+    return image_text.load(spec) if image_text.fits(spec) else Source(*huggingface.load(spec))
 
 
 def _from_plugin(spec: ModelSpec) -> Source | None:
@@ -165,7 +168,7 @@ def check(spec: ModelSpec) -> None:
         ConfigError: the source has no such model, or a named file does not exist.
     """
     if spec.source == "hf":
-        huggingface.check(spec)
+        (image_text if image_text.fits(spec) else huggingface).check(spec)
     elif spec.source in LIBRARIES:
         from camserve_server.models import zoo  # noqa: PLC0415 -- as above
 

@@ -23,6 +23,7 @@ from camserve_server.targets.values import (
     SegmentTarget,
     SimilarityTarget,
     Target,
+    TextTarget,
 )
 
 Scale: TypeAlias = Literal["logit", "log-odds", "probability", "other"]
@@ -31,6 +32,10 @@ Scale: TypeAlias = Literal["logit", "log-odds", "probability", "other"]
 
 def _no_value(_target: Any) -> None:
     return None
+
+
+def _no_label(_target: Any) -> str:
+    return ""
 
 
 def _no_reads(_target: Any) -> Reads:
@@ -56,7 +61,8 @@ class TargetKind:
         contrasted: target -> the class to explain against in a contrast of two, or None.
         box: target -> the box that it names in the image, or None.
         compared: target -> the target itself while the embedding of its other image is unknown, else None.
-        label: label of the prediction for targets without a class.
+        label: target -> label of the prediction for targets without a class.
+        text: target -> the target itself while the embedding of its text is unknown, else None.
     """
 
     name: str
@@ -70,7 +76,8 @@ class TargetKind:
     contrasted: Callable[[Any], int | None] = _no_value
     box: Callable[[Any], Box | None] = _no_value
     compared: Callable[[Any], SimilarityTarget | None] = _no_value
-    label: str = ""
+    label: Callable[[Any], str] = _no_label
+    text: Callable[[Any], TextTarget | None] = _no_value
 
 
 _KINDS: Mapping[type[Target], TargetKind] = {
@@ -95,7 +102,10 @@ _KINDS: Mapping[type[Target], TargetKind] = {
         reads=fixing.reads_of_similarity,
         class_index=_no_value,
         compared=fixing.comparison,
-        label="similarity",
+        label=lambda _target: "similarity",
+    ),
+    TextTarget: TargetKind(
+        "text", scoring.text, class_index=_no_value, label=attrgetter("text"), text=fixing.unread_text
     ),
     SegmentTarget: TargetKind(
         "segment",

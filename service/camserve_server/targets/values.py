@@ -76,6 +76,19 @@ class SimilarityTarget:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TextTarget:
+    """Score that the model gives the image and a text.
+
+    Attributes:
+        text: the text.
+        embedding: embedding of the text, of length 1, float32 [E], once it is computed.
+    """
+
+    text: str
+    embedding: NDArray[np.float32] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SegmentTarget:
     """Mean logit of a class over a part of the image.
 
@@ -108,7 +121,14 @@ class DetectionTarget:
 
 
 FixedTarget: TypeAlias = (
-    ClassTarget | ContrastTarget | ProbabilityTarget | FinerTarget | SimilarityTarget | SegmentTarget | DetectionTarget
+    ClassTarget
+    | ContrastTarget
+    | ProbabilityTarget
+    | FinerTarget
+    | SimilarityTarget
+    | TextTarget
+    | SegmentTarget
+    | DetectionTarget
 )
 """Target that does not depend on the prediction, or has been resolved for it."""
 

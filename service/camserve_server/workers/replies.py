@@ -20,7 +20,7 @@ from camserve_server.core import errors
 from camserve_server.core.errors import ServiceError
 from camserve_server.engine.values import Reading, RowResult, Statistics
 from camserve_server.imaging.values import Box, Preprocess
-from camserve_server.models.values import LayerInfo, Layout, ModelInfo
+from camserve_server.models.values import LayerInfo, Layout, ModelInfo, TextHead
 from camserve_server.targets.values import (
     ClassTarget,
     ContrastTarget,
@@ -29,6 +29,7 @@ from camserve_server.targets.values import (
     ProbabilityTarget,
     SegmentTarget,
     SimilarityTarget,
+    TextTarget,
 )
 from camserve_server.telemetry import Memory
 from camserve_server.workers.messages import Heartbeat, Response
@@ -42,6 +43,7 @@ CLASSES: tuple[type[Any], ...] = (
     ProbabilityTarget,
     FinerTarget,
     SimilarityTarget,
+    TextTarget,
     SegmentTarget,
     DetectionTarget,
     Box,
@@ -52,6 +54,7 @@ CLASSES: tuple[type[Any], ...] = (
     Layout,
     LayerInfo,
     ModelInfo,
+    TextHead,
 )
 """Classes of the values in a message, besides numbers, strings, bytes, arrays, tuples and mappings."""
 

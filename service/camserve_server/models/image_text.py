@@ -1,0 +1,140 @@
+"""Models of transformers that compare images with texts, CLIP and SigLIP: the image's side as a module of its own."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from camserve_server.core.errors import ConfigError
+from camserve_server.models import huggingface, tokenizer
+from camserve_server.models.source import Source
+from camserve_server.models.spec import ModelSpec
+from camserve_server.models.text import TextTower
+
+CLASSES = {"clip": "CLIPModel", "siglip": "SiglipModel"}
+"""The class of transformers by the type of the model. SigLIP 2 with a fixed resolution has the type of SigLIP."""
+
+NAFLEX = "Siglip2Model"
+"""The class of SigLIP 2 that takes images of any proportions as lists of patches."""
+
+
+def fits(spec: ModelSpec) -> bool:
+    """Return True if a folder has a model that compares images with texts."""
+    saved = huggingface.read_config(Path(spec.folder)).get("architectures")
+    return isinstance(saved, list) and any(name in (*CLASSES.values(), NAFLEX) for name in saved)
+
+
+def load(spec: ModelSpec) -> Source:
+    """Load a model from its folder.
+
+    Raises:
+        ConfigError: as `huggingface.load`; or its tokenizer cannot be used.
+    """
+    folder = Path(spec.folder)
+    settings = _read_settings(spec)
+    files = huggingface.weight_files(folder, settings, spec.origin) if spec.weights == "default" else []
+    transformers = huggingface.import_transformers()
+    config = huggingface.read_model_config(transformers, spec)
+    preprocess = huggingface.preprocess_of(huggingface.load_processor(transformers, folder, spec.origin), spec.origin)
+    kind = getattr(transformers, CLASSES[config.model_type])
+    if spec.weights == "default":
+        model = huggingface.build_with_weights(kind, config, files, spec)
+    else:
+        model = huggingface.build_random(kind, config, spec.size)
+    images, texts = split(model, folder, spec.origin)
+    return Source(images, preprocess, task="embed", text=texts)
+
+
+def check(spec: ModelSpec) -> None:
+    """Check a model's folder as far as possible without loading the model.
+
+    Raises:
+        ConfigError: as `huggingface.check`; or there is no tokenizer of a possible size.
+    """
+    settings = _read_settings(spec)
+    huggingface.check_files(spec, settings)
+    tokenizer.check_file(Path(spec.folder), spec.origin)
+
+
+def _read_settings(spec: ModelSpec) -> dict[str, Any]:
+    settings = huggingface.read_config(Path(spec.folder))
+    if settings.get("model_type") not in CLASSES:
+        raise ConfigError(
+            f"{spec.origin} is a {NAFLEX}, which takes lists of patches: save a SigLIP 2 with a fixed resolution, such "
+            "as siglip2-base-patch16-224, or serve it from a function of your own, your.module:factory"
+        )
+    return settings
+
+
+class ImageTower(nn.Module):
+    """The image's side: the embedding [B,E] of images, before it is normalised.
+
+    Args:
+        model: the whole model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.vision_model = model.vision_model
+        if hasattr(model, "visual_projection"):  # CLIP's
+            self.visual_projection = model.visual_projection
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Return the embeddings of images."""
+        pooled = self.vision_model(pixel_values=pixel_values).pooler_output
+        return cast("Tensor", self.visual_projection(pooled) if hasattr(self, "visual_projection") else pooled)
+
+
+class TextEncoder(nn.Module):
+    """The texts' side: the embedding [n,E] of texts, before it is normalised.
+
+    Args:
+        model: the whole model.
+        tokenize: its tokenizer.
+    """
+
+    def __init__(self, model: Any, tokenize: tokenizer.FolderTokenizer) -> None:
+        super().__init__()
+        self.text_model = model.text_model
+        if hasattr(model, "text_projection"):  # CLIP's
+            self.text_projection = model.text_projection
+        self._tokenize = tokenize
+        # A buffer, so that the digest of the model changes with the tokenizer.
+        self.register_buffer("tokenizer_digest", torch.tensor(list(tokenize.digest), dtype=torch.uint8))
+
+    def forward(self, texts: Sequence[str]) -> Tensor:
+        """Return the embeddings of texts."""
+        device = next(self.text_model.parameters()).device
+        ids, mask = self._tokenize(texts)
+        masks = {} if mask is None else {"attention_mask": mask.to(device)}
+        pooled = self.text_model(input_ids=ids.to(device), **masks).pooler_output
+        return cast("Tensor", self.text_projection(pooled) if hasattr(self, "text_projection") else pooled)
+
+
+def split(model: Any, folder: Path, origin: str) -> tuple[ImageTower, TextTower]:
+    """Divide a model into the images' side and the texts' side.
+
+    Args:
+        model: the model.
+        folder: the folder with its tokenizer.
+        origin: its name, for errors.
+
+    Raises:
+        ConfigError: the tokenizer cannot be used, or the constants of the score are no finite numbers.
+    """
+    config = model.config.text_config
+    tokenize = tokenizer.FolderTokenizer(folder, origin, config.max_position_embeddings, config.vocab_size)
+    bias = float(model.logit_bias.detach()) if hasattr(model, "logit_bias") else 0.0
+    tower = TextTower(
+        TextEncoder(model, tokenize),
+        scale=float(model.logit_scale.detach().exp()),
+        bias=bias,
+        exclusive=model.config.model_type == "clip",
+    )
+    try:
+        tower.head()
+    except ConfigError as error:
+        raise ConfigError(f"the weights of {origin} cannot be used: {error}") from error
+    return ImageTower(model), tower
