@@ -1,5 +1,6 @@
 """Hugging Face image classifiers from folders: the same results as transformers, and no code from the folder."""
 
+import contextlib
 import io
 import json
 import pickle
@@ -20,6 +21,8 @@ from camserve_server.core.errors import ConfigError, FailedPrecondition
 from camserve_server.imaging import images
 from camserve_server.methods import METHODS
 from camserve_server.models import huggingface, parse
+from camserve_server.models.huggingface import folder as folder_checks
+from camserve_server.models.huggingface import loading
 from camserve_server.targets.values import ClassTarget
 from methods.tools import call, error_ratio, explain, inputs, job, maps, noise
 from support import PHOTOS, serving
@@ -251,13 +254,12 @@ def test_preprocessing_equals_the_processors(make, resize, photo):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: hf.MobileViTImageProcessor(size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64}),
         lambda: hf.BitImageProcessor(size={"shortest_edge": 64}, do_center_crop=False),
         lambda: hf.ViTImageProcessor(do_resize=False),
     ],
 )
 def test_unsupported_processor_is_refused(make):
-    """The first swaps red and blue, the second keeps a photo's proportions, the third keeps its size."""
+    """The first keeps a photo's proportions at any length of the longer side, the second keeps its size."""
     with pytest.raises(ConfigError, match="does more than resize, crop to the middle and normalise"):
         huggingface.preprocess_of(make(), "hf:net")
 
@@ -382,8 +384,13 @@ def test_architecture_that_timm_would_fetch_is_refused(timm_folder, offline, arc
 
 
 def test_timm_would_fetch_the_refused_architecture(timm_folder, offline, monkeypatch):
-    """Without the refusal, timm connects to the Hub."""
-    monkeypatch.setattr(huggingface, "_check_timm", lambda *_: None)
+    """Without the refusal and without the guard against downloads, timm connects to the Hub."""
+    monkeypatch.setattr(folder_checks, "check_timm", lambda *_: None)
+    changed(timm_folder, architecture="hf-hub:owner/name")
+    with pytest.raises(ConfigError):
+        loaded(timm_folder, "?weights=none")
+    assert not offline
+    monkeypatch.setattr(loading, "offline", contextlib.nullcontext)
     changed(timm_folder, architecture="hf-hub:owner/name")
     with pytest.raises(Exception):  # noqa: B017, PT011 -- clients raise many errors without a network
         loaded(timm_folder, "?weights=none")
@@ -420,7 +427,7 @@ def test_code_in_the_folder_is_never_run(folder, tmp_path, kind, monkeypatch):
     (folder / "theirs.py").write_text(CODE.format(mark=str(mark), kind=kind))
     brought = {"AutoConfig": "theirs.Config", "AutoModelForImageClassification": "theirs.Net"}
     changed(folder, model_type=kind, auto_map=brought)
-    changed(folder, huggingface.PROCESSOR, auto_map={"AutoImageProcessor": "theirs.Ready"})
+    changed(folder, folder_checks.PROCESSOR, auto_map={"AutoImageProcessor": "theirs.Ready"})
     if kind == "vit":  # one that transformers has itself
         assert type(loaded(folder).module).__module__.startswith("transformers.")
     else:
@@ -536,8 +543,15 @@ def other_shapes(folder):
         ),
         (
             lambda folder: changed(folder, architectures=["SegformerForSemanticSegmentation"]),
-            "was saved as SegformerForSemanticSegmentation, and hf: is for image classifiers",
+            'is a "vit", for which transformers has no model for semantic segmentation',
         ),
+        (
+            lambda folder: changed(folder, architectures=["ViTForMaskedImageModeling"]),
+            "was saved as ViTForMaskedImageModeling, and hf: is for …ForImageClassification, …ForObjectDetection",
+        ),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json is not valid JSON"),
+        (lambda folder: changed(folder, text_config={"backbone": "owner/name"}), "names the backbone 'owner/name'"),
+        (lambda folder: changed(folder, backbone={"model": "owner/name"}), "which is not in timm"),
         (lambda folder: changed(folder, architectures=["ViTModel"]), "your.module:factory"),
         (lambda folder: changed(folder, model_type="nonsense"), "cannot read its config.json"),
         (lambda folder: changed(folder, quantization_config={"quant_method": "bitsandbytes"}), "is quantised"),
@@ -551,7 +565,7 @@ def other_shapes(folder):
             "has no model.safetensors: save it with save_pretrained",
         ),
         (half_a_file, "cannot be read"),
-        (no_head, "lack classifier.bias, classifier.weight: was it trained as a classifier"),
+        (no_head, "lack classifier.bias, classifier.weight: is it a trained image classifier?"),
         (not_finite, "the weights of hf:vit cannot be used: classifier.bias is not finite"),
         (other_shapes, "classifier"),
         (lambda folder: changed(folder, "preprocessor_config.json", size={"height": 32, "width": 32}), "32"),

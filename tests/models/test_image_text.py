@@ -15,8 +15,8 @@ from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.values import Row
 from camserve_server.methods import METHODS
 from camserve_server.models import parse
+from camserve_server.models.huggingface.tokenizer import FolderTokenizer
 from camserve_server.models.text import TextTower
-from camserve_server.models.tokenizer import FolderTokenizer
 from camserve_server.targets.values import ClassTarget, ContrastTarget, RankTarget, SimilarityTarget, TextTarget
 from methods.tools import call, error_ratio, explain, gap, inputs, job, noise, run
 from models.image_text_folders import KINDS, SIDE, TEXTS, save, tokens_of

@@ -206,7 +206,7 @@ def test_objects_are_sorted_by_confidence(finder):
     assert row.logits[:, 0].tolist() == [1, 2]
     assert row.logits[0, 1] > row.logits[1, 1] > 0.5
     assert row.logits[0, 2:].tolist() == pytest.approx([36, 4, 60, 28], abs=3)
-    assert row.target == DetectionTarget(1, Box(*row.logits[0, 2:].tolist()), found=True)
+    assert row.target == DetectionTarget(1, Box(*row.logits[0, 2:].tolist()), found=True, rank=0)
 
 
 def test_images_with_different_numbers_of_objects_share_a_batch(finder):

@@ -28,8 +28,10 @@ from camserve_server.engine.batch import (
     score_passes,
 )
 from camserve_server.engine.values import Row, RowResult
+from camserve_server.imaging.values import KeepAspect
 from camserve_server.methods import METHODS, Attention, method_of
 from camserve_server.models import LoadedModel
+from camserve_server.models.grid import fitting
 from camserve_server.models.hooks import Capture, Span, pass_through_probe, record_spans, replace_output
 from camserve_server.models.outputs import Outputs
 from camserve_server.models.values import Layout, ModelInfo, Pass
@@ -316,7 +318,10 @@ class _AttentionCapture(PlainAttention):
         # Reversed, so that the first layer with a number of tokens wins: its grid is the most certain, because no
         # attention has mixed the tokens yet.
         layers = reversed(list(info.layers.values()))
-        grids = {_tokens(layer.layout): layer.layout for layer in layers if layer.layout}
+        grids = {layer.layout.tokens: layer.layout for layer in layers if layer.layout and not layer.layout.suffix}
+        if self.blocks and isinstance(info.preprocess.resize, KeepAspect):  # grids are known to a row and a column
+            tokens = self.blocks[0].activation.shape[-1]
+            grids = {layout.tokens: layout for layout in (fitting(layout, tokens) for layout in grids.values())}
         if fault := self._fault(len(rows), grids):
             name = rows[0].calls[0].name
             raise FailedPrecondition(f"{name} needs {METHODS[name].needs}: {fault.format(name=info.name)}")
@@ -337,11 +342,6 @@ class _AttentionCapture(PlainAttention):
         if square[0][1] not in grids:
             return f"{{name}}'s attention is between {square[0][1]} items that are not the patches of a known grid"
         return "{name} has blocks that do not follow one another" if self._parallel else ""
-
-
-def _tokens(layout: Layout) -> int:
-    """Return the number of tokens; 0 if the layout is not one of tokens."""
-    return layout.prefix + layout.height * layout.width if layout.axes == "tokens" else 0
 
 
 def _with_attention(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor | None]]:

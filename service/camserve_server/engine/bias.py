@@ -114,7 +114,7 @@ def _grid(output: Tensor, axes: Axes, inputs: Tensor, tokens: Layout | None) -> 
         height, width = output.shape[1:3] if axes == "nhwc" else output.shape[2:]
         return Layout(axes, height, width) if _has_image_shape(height, width, inputs) else None
     if output.dim() == 3 and axes == "nhwc" and tokens:  # noqa: PLR2004 -- batch, tokens, channels
-        return tokens if output.shape[1] == tokens.prefix + tokens.height * tokens.width else None
+        return tokens if output.shape[1] == tokens.tokens else None
     return None
 
 

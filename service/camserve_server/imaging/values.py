@@ -1,7 +1,7 @@
 """Values for photos and pictures: boxes, preprocessing, views, rendering options and regions."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -21,27 +21,86 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepAspect:
+    """Resize of the whole photo that keeps its proportions, so that the input's size depends on the photo.
+
+    The photo is resized as far as neither side exceeds its limit. Nothing is cropped.
+
+    Attributes:
+        shortest: largest length of the shorter side.
+        longest: largest length of the longer side.
+        multiple: a number of which both sides of the input are multiples.
+        fit: how the sides become multiples: "up" and "down" resize to the next multiple, which changes the proportions
+            a little; "pad" adds a border around the photo.
+    """
+
+    shortest: int
+    longest: int
+    multiple: int = 1
+    fit: Literal["up", "down", "pad"] = "up"
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Height and width of the largest input, that of a wide photo."""
+        return self._to_multiple(self.shortest), self._to_multiple(self.longest)
+
+    def resized(self, photo: tuple[int, int], *, floors: bool) -> tuple[int, int]:
+        """Return the height and width to which a photo of this height and width is resized.
+
+        Args:
+            photo: height and width of the photo.
+            floors: True if a fraction of a pixel is cut off, as in transformers; False if it is rounded.
+        """
+        shorter, longer = min(photo), max(photo)
+        limited = longer / shorter * self.shortest > self.longest
+        side = self.longest * shorter / longer if limited else float(self.shortest)
+        # In this order of operations, because a fraction that is cut off depends on the last bit.
+        other = side * longer / shorter
+        sides = max(1, round(side)), max(1, int(other) if floors else round(other))
+        if self.fit != "pad":
+            sides = self._to_multiple(sides[0]), self._to_multiple(sides[1])
+        return sides if photo[0] <= photo[1] else (sides[1], sides[0])
+
+    def padded(self, resized: tuple[int, int]) -> tuple[int, int]:
+        """Return the height and width of the input for a resized photo, with its border."""
+        return (self._to_multiple(resized[0]), self._to_multiple(resized[1])) if self.fit == "pad" else resized
+
+    def _to_multiple(self, side: int) -> int:
+        multiples = side // self.multiple if self.fit == "down" else -(-side // self.multiple)
+        return max(1, multiples) * self.multiple
+
+
+@dataclass(frozen=True, slots=True)
 class Preprocess:
     """Preprocessing of a model's input: resize, centre crop, normalise.
 
     Attributes:
-        size: height and width of the input, in pixels.
-        resize: length of the photo's shorter side before the crop; or an exact (height, width).
-        interpolation: "nearest", or antialiased "bilinear" or "bicubic".
+        size: height and width of the input, in pixels; with `KeepAspect` those of the largest input.
+        resize: length of the photo's shorter side before the crop; or an exact (height, width); or `KeepAspect`.
+        interpolation: "nearest", antialiased "bilinear" or "bicubic", or "linear", which is OpenCV's, not antialiased.
         mean: per channel, subtracted from RGB values 0 to 1.
         std: per channel, the divisor after that.
         floors: True if a crop that cannot be centred exactly starts half a pixel early, as in transformers; False if
             half a pixel is rounded to even, as in torchvision.
         prepare: function that makes the input instead, for a model in this process; see `Prepare`.
+        fill: grey level, 0 to 255, of the border around a photo that does not fill the input.
     """
 
     size: tuple[int, int]
-    resize: int | tuple[int, int]
-    interpolation: Literal["nearest", "bilinear", "bicubic"]
+    resize: int | tuple[int, int] | KeepAspect
+    interpolation: Literal["nearest", "bilinear", "bicubic", "linear"]
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     floors: bool = False
     prepare: "Prepare | None" = None
+    fill: int = 0
+
+    def for_photo(self, photo: tuple[int, int]) -> "Preprocess":
+        """Return the preprocessing of a photo of this height and width: the same, but with the sizes for that photo."""
+        if not isinstance(self.resize, KeepAspect):
+            return self
+        resized = self.resize.resized(photo, floors=self.floors)
+        return replace(self, size=self.resize.padded(resized), resize=resized)
 
 
 Prepare: TypeAlias = Callable[[Pixels, bytes], tuple[Input, Box]]

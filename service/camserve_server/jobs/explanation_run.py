@@ -125,7 +125,8 @@ class ExplanationRun:
         if other is None or other.image is None:
             return target
         results: dict[int, RowResult] = {}
-        await self.row_runner.run(self.pass_("score"), [Row(other.image, SimilarityTarget())], results.__setitem__)
+        pass_ = replace(self.pass_("score"), size=(other.image.shape[0], other.image.shape[1]))
+        await self.row_runner.run(pass_, [Row(other.image, SimilarityTarget())], results.__setitem__)
         return results[0].target
 
     def _unchanged_pass(self) -> Pass:

@@ -3,7 +3,7 @@
 It may import `imaging` and `telemetry` and the rooms below.
 """
 
-from camserve_server.imaging.values import Preprocess
+from camserve_server.imaging.values import KeepAspect, Preprocess
 from camserve_server.models.load import LoadedModel, digest, load
 from camserve_server.models.source import Source
 from camserve_server.models.sources import check, import_libraries, search_current_folder, spec_of_network
@@ -12,6 +12,7 @@ from camserve_server.models.text import TextTower
 
 __all__ = [
     "EMBEDDED",
+    "KeepAspect",
     "LoadedModel",
     "ModelSpec",
     "Preprocess",

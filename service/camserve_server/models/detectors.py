@@ -141,18 +141,18 @@ def layers_before_pyramid(model: nn.Module, pyramid: Pyramid, outputs: Mapping[s
     """
     kinds = imported("torchvision.ops.feature_pyramid_network", "FeaturePyramidNetwork")
     pyramid_modules = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-    ancestors = [_ancestors(feature_map.grad_fn) for feature_map in pyramid.maps]
+    above = [ancestors(feature_map.grad_fn) for feature_map in pyramid.maps]
     return {
         name
         for name, output in outputs.items()
         if output is not None
         and name not in pyramid.collectors
         and not any(name == other or name.startswith(f"{other}.") for other in pyramid_modules)
-        and all(output.grad_fn in nodes for nodes in ancestors)
+        and all(output.grad_fn in nodes for nodes in above)
     }
 
 
-def _ancestors(node: Node | None) -> set[Node | None]:
+def ancestors(node: Node | None) -> set[Node | None]:
     """Return a node of the autograd graph and all nodes that it was computed from."""
     visited: set[Node | None] = set()
     pending = [node]

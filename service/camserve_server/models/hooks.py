@@ -156,7 +156,9 @@ def _channel_view(output: Tensor, layout: Layout, channel: int) -> Tensor:
     """Return a view of one channel over the grid, in one image's output."""
     if layout.axes == "nchw":
         return output[channel]
-    return output[layout.prefix :, channel] if layout.axes == "tokens" else output[..., channel]
+    if layout.axes == "tokens":
+        return output[layout.prefix : len(output) - layout.suffix, channel]
+    return output[..., channel]
 
 
 def _capture_hook(name: str, captures: dict[str, Capture]) -> ForwardHook:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from camserve_server.core.devices import restore_settings
 from camserve_server.core.errors import ConfigError
-from camserve_server.imaging.values import Preprocess
+from camserve_server.imaging.values import KeepAspect, Preprocess
 from camserve_server.models import checkpoint, detectors, live, probe, probe_cache, tasks, text
 from camserve_server.models.acceleration import TIMED_ROWS, AcceleratedModel, AccelerationOptions, accelerate
 from camserve_server.models.hooks import has_forward_hooks, output_of
@@ -67,7 +67,9 @@ class LoadedModel:
         return live.frozen(self.module) if self.is_callers_own else nullcontext()
 
     def for_pass(self, pass_: Pass) -> "LoadedModel":
-        """Return the model that runs a pass: this one, or its accelerated copy."""
+        """Return the model that runs a pass: this one, or its accelerated copy, described for inputs of that size."""
+        if pass_.size != self.info.preprocess.size:  # the accelerated copy is made for inputs of one size
+            return replace(self, info=self.info.at_size(pass_.size))
         copied = self.accelerated
         if copied is None or not copied.can_run(pass_):
             return self
@@ -264,7 +266,7 @@ def _state_of(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _probe(spec: ModelSpec, source: Source, device: str) -> Probed:
-    trial, module = tasks.Trial(spec.task or source.task, source.labels), source.module
+    trial, module = tasks.Trial(spec.task or source.task, source.labels, source.queries), source.module
     layers, classes = probe.probe(module, source.preprocess.size, device, trial)
     trunk = layers if trial.trunk is None else {name: layer for name, layer in layers.items() if name in trial.trunk}
     return Probed(
@@ -362,9 +364,12 @@ def _read_labels(path: str) -> tuple[str, ...]:
 def _with_size(preprocess: Preprocess, size: int | None) -> Preprocess:
     if size is None or preprocess.size == (size, size):
         return preprocess
+    resize = preprocess.resize
+    if isinstance(resize, KeepAspect):
+        limits = replace(resize, shortest=size, longest=round(resize.longest * size / resize.shortest))
+        return replace(preprocess, size=limits.largest, resize=limits)
     # The crop keeps the same share of the photo at every size.
     scale = size / preprocess.size[0]
-    resize = preprocess.resize
     scaled = round(resize * scale) if isinstance(resize, int) else (round(resize[0] * scale), round(resize[1] * scale))
     return replace(preprocess, size=(size, size), resize=scaled)
 

@@ -23,12 +23,13 @@ NO_GRID = "its output has no grid over the image"
 NO_BATCH_AXIS = "its output has no grid over the image: its first axis is not the batch, but windows, heads or a table"
 OTHER_ORDER = "its output has no grid over the image: its values are not in the order of the image's rows and columns"
 UNKNOWN_GRID = "its output has no grid over the image that is certain: neither its shape nor a trial run shows one"
+QUERIES = "its output has no grid over the image: it has one token per object, not per place"
 ZERO_GRADIENT = "the score does not depend on its grid: every gradient there is zero"
 
 GridOrReason: TypeAlias = Layout | str
 """The layout of a layer's grid, or the reason why it has no grid."""
 
-PASS_THROUGH_TYPES = ("Identity", "Dropout", "DropPath", "StochasticDepth", "Permute", "AdaptiveAvgPool2d")
+PASS_THROUGH_TYPES = ("Identity", "Dropout", "Dropout2d", "DropPath", "StochasticDepth", "Permute", "AdaptiveAvgPool2d")
 """Types of modules that return their input unchanged, in evaluation mode and at the input size of the model."""
 
 
@@ -70,7 +71,7 @@ def probe(
         last = {name: outputs[-1] for name, outputs in calls.items()}
         trial.find_trunk(model, last)
         gradients = _gradients(scores, last)
-    grids = find_grids(_observe(model, images) or _observe_shapes(calls), size)
+    grids = find_grids(_observe(model, images, trial.queries) or _observe_shapes(calls), size, trial.queries)
     modules = dict(model.named_modules())
     layers = {
         name: _describe(name, modules[name], outputs, grids.get(name, NO_BATCH_AXIS), gradients[name])
@@ -169,7 +170,7 @@ def _gradients(scores: Tensor, outputs: dict[str, Tensor | None]) -> dict[str, T
     return dict.fromkeys(outputs) | dict(zip(differentiable, gradients, strict=True))
 
 
-def _observe(model: nn.Module, images: Tensor) -> dict[str, LayerObservation]:
+def _observe(model: nn.Module, images: Tensor, queries: int) -> dict[str, LayerObservation]:
     """Run the layout probe. Each output is read at once, so that no two outputs are held in memory."""
     size = (images.shape[2], images.shape[3])
     latest: list[Any] = [None, None]
@@ -179,7 +180,7 @@ def _observe(model: nn.Module, images: Tensor) -> dict[str, LayerObservation]:
         if tensor is None:
             return LayerObservation(None), output
         if tensor is not latest[0]:  # a block returns the output of its last module
-            latest[:] = tensor, _read_output(tensor, size)
+            latest[:] = tensor, _read_output(tensor, size, queries)
         return latest[1], output
 
     try:
@@ -190,11 +191,11 @@ def _observe(model: nn.Module, images: Tensor) -> dict[str, LayerObservation]:
     return {name: observations[-1] for name, observations in calls.items()}
 
 
-def _read_output(output: Tensor, size: tuple[int, int]) -> LayerObservation:
+def _read_output(output: Tensor, size: tuple[int, int], queries: int) -> LayerObservation:
     shape = tuple(output.shape)
     if not shape or shape[0] != layout_probe.IMAGE_COUNT:
         return LayerObservation(shape, has_batch_axis=False)
-    return LayerObservation(shape, layout_probe.read(output, grid.candidates(shape, size)))
+    return LayerObservation(shape, layout_probe.read(output, grid.candidates(shape, size, queries)))
 
 
 def _observe_shapes(calls: Mapping[str, list[Tensor | None]]) -> dict[str, LayerObservation]:
@@ -205,12 +206,15 @@ def _observe_shapes(calls: Mapping[str, list[Tensor | None]]) -> dict[str, Layer
     }
 
 
-def find_grids(observations: Mapping[str, LayerObservation], size: tuple[int, int]) -> dict[str, GridOrReason]:
+def find_grids(
+    observations: Mapping[str, LayerObservation], size: tuple[int, int], queries: int = 0
+) -> dict[str, GridOrReason]:
     """Find each layer's grid: from the probe, else from other layers of the same shape, else from its own shape.
 
     Args:
         observations: the observation of each layer, by name.
         size: height and width of the image.
+        queries: the number of tokens that ask for one object each. They may follow the grid, or be alone.
     """
     certain = {
         name: observation.readings[-1].layout
@@ -218,12 +222,13 @@ def find_grids(observations: Mapping[str, LayerObservation], size: tuple[int, in
         if observation.readings and observation.readings[-1].is_right
     }
     common = _common_layouts((layout for layout in certain.values() if layout.axes == "tokens"), size)
-    certain = {name: common.get(_token_count(layout), layout) for name, layout in certain.items()}
+    certain = {name: common.get(layout.tokens, layout) for name, layout in certain.items()}
     context = _ModelContext(
         size=size,
+        queries=queries,
         layouts={(observations[name].shape or ())[1:]: layout for name, layout in certain.items()},
         prefixes={layout.prefix for layout in certain.values() if layout.axes == "tokens"},
-        token_counts={layout.prefix + layout.height * layout.width for layout in certain.values()}
+        token_counts={layout.prefix + layout.height * layout.width + layout.suffix for layout in certain.values()}
         | {seen.shape[1] for seen in observations.values() if seen.shape and len(seen.shape) == 3},  # noqa: PLR2004 -- [B,N,C]
     )
     return {name: certain.get(name) or _infer_grid(observation, context) for name, observation in observations.items()}
@@ -240,7 +245,7 @@ def _common_layouts(layouts: Iterable[Layout], size: tuple[int, int]) -> dict[in
     """
     votes: dict[int, Counter[Layout]] = {}
     for layout in layouts:
-        votes.setdefault(_token_count(layout), Counter())[layout] += layout.height * layout.width
+        votes.setdefault(layout.tokens, Counter())[layout] += layout.height * layout.width
     return {tokens: _choose_layout(counter, size) for tokens, counter in votes.items()}
 
 
@@ -250,23 +255,20 @@ def _choose_layout(votes: Counter[Layout], size: tuple[int, int]) -> Layout:
     return max((layout for layout in frequent if grid.distortion(layout, size) == least), key=votes.__getitem__)
 
 
-def _token_count(layout: Layout) -> int:
-    """Return the number of tokens in a layout; 0 for layouts without tokens, which is no number of tokens."""
-    return layout.prefix + layout.height * layout.width if layout.axes == "tokens" else 0
-
-
 @dataclass(frozen=True, slots=True)
 class _ModelContext:
     """Facts about a model from the layers whose grids the probe shows.
 
     Attributes:
         size: height and width of the image.
+        queries: the number of tokens that ask for one object each; 0 without such tokens.
         layouts: the layouts by output shape, without the batch.
         prefixes: the numbers of prefix tokens.
         token_counts: the numbers of tokens.
     """
 
     size: tuple[int, int]
+    queries: int
     layouts: Mapping[tuple[int, ...], Layout]
     prefixes: Collection[int]
     token_counts: Collection[int]
@@ -278,9 +280,11 @@ def _infer_grid(observation: LayerObservation, context: _ModelContext) -> GridOr
         return NO_TENSOR
     if not observation.has_batch_axis or not observation.shape:
         return NO_BATCH_AXIS if len(observation.shape) > 2 else NO_GRID  # noqa: PLR2004 -- [B,C] is no window
-    possible = grid.candidates(observation.shape, context.size)
+    possible = grid.candidates(observation.shape, context.size, context.queries)
     if not possible:
         return NO_GRID
+    if context.queries and observation.shape[1] == context.queries:
+        return QUERIES
     wrong = [reading.layout for reading in observation.readings if reading.is_wrong]
     if any(layout.axes == "tokens" for layout in wrong):  # tokens have the same order in every rectangle
         return OTHER_ORDER

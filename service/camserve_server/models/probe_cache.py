@@ -204,5 +204,5 @@ def _layer_fits(layer: LayerInfo, module: nn.Module | None) -> bool:
 def _layout_fits(layout: Layout, shape: tuple[int, ...]) -> bool:
     grid = layout.height, layout.width
     if layout.axes == "tokens":
-        return len(shape) == 3 and layout.prefix >= 0 and shape[1] == layout.prefix + grid[0] * grid[1]  # noqa: PLR2004 -- [B,N,C]
+        return len(shape) == 3 and min(layout.prefix, layout.suffix) >= 0 and shape[1] == layout.tokens  # noqa: PLR2004 -- [B,N,C]
     return len(shape) == 4 and grid == (shape[2:] if layout.axes == "nchw" else shape[1:3])  # noqa: PLR2004 -- [B,C,h,w]

@@ -36,6 +36,7 @@ class Source:
         output: a function from the module's output to logits [B, classes]. Needed only if the output is neither that
             tensor nor an object whose attribute `logits` or first tensor it is.
         text: the text side of a model whose output is an embedding; None if it takes no texts. Labels are then texts.
+        queries: the number of learned tokens that ask for one object each, as in DETR; 0 without such tokens.
     """
 
     module: nn.Module
@@ -44,3 +45,4 @@ class Source:
     task: Task | None = None
     output: live.Output | None = None
     text: TextTower | None = None
+    queries: int = 0

@@ -15,7 +15,7 @@ from torch import nn
 
 from camserve_server.core import plugins
 from camserve_server.core.errors import ConfigError, did_you_mean
-from camserve_server.models import checkpoint, efficientnet_lite, huggingface, image_text, live
+from camserve_server.models import checkpoint, efficientnet_lite, huggingface, live
 from camserve_server.models.source import IMAGENET_LABELS, LITE, Source
 from camserve_server.models.spec import ModelSpec
 
@@ -103,7 +103,7 @@ def _from_package(spec: ModelSpec) -> Source:
 
 
 def _from_hugging_face(spec: ModelSpec) -> Source:
-    return image_text.load(spec) if image_text.fits(spec) else Source(*huggingface.load(spec))
+    return huggingface.load(spec)
 
 
 def _from_plugin(spec: ModelSpec) -> Source | None:
@@ -168,7 +168,7 @@ def check(spec: ModelSpec) -> None:
         ConfigError: the source has no such model, or a named file does not exist.
     """
     if spec.source == "hf":
-        (image_text if image_text.fits(spec) else huggingface).check(spec)
+        huggingface.check(spec)
     elif spec.source in LIBRARIES:
         from camserve_server.models import zoo  # noqa: PLC0415 -- as above
 

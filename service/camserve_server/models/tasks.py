@@ -68,20 +68,25 @@ class Trial:
     Args:
         task: the task that the model is declared to have; None to find it out.
         labels: the labels of its classes, if known.
+        queries: the number of its tokens that ask for one object each.
 
     Attributes:
         task: the task.
         classes: the number of classes, or the length of the embedding.
         trunk: the names of the layers that may be the default layer; None for all.
+        queries: the number of its tokens that ask for one object each.
     """
 
-    def __init__(self, task: Task | None = None, labels: Collection[str] = ()) -> None:
+    def __init__(self, task: Task | None = None, labels: Collection[str] = (), queries: int = 0) -> None:
         self.task: Task = task or "classify"
         self.classes = 0
         self.trunk: set[str] | None = None
+        self.queries = queries
         self._declared_task = task
         self._labels = labels
         self._pyramid = detectors.Pyramid()
+        self._values: Tensor | None = None
+        self._has_logits = False
 
     @contextmanager
     def recording(self, model: nn.Module) -> Iterator[None]:
@@ -96,7 +101,8 @@ class Trial:
             ConfigError: the output does not fit the task.
         """
         self.task = self._declared_task or task_of(output)
-        values = _checked_values(output, self.task)
+        self._values = values = _checked_values(output, self.task)
+        self._has_logits = isinstance(getattr(output, "logits", None), Tensor)
         if self.task != "detect":
             self.classes = values.shape[1]
             return values.mean((2, 3)) if self.task == "segment" else values
@@ -106,8 +112,9 @@ class Trial:
     def find_trunk(self, model: nn.Module, outputs: Mapping[str, Tensor | None]) -> None:
         """Find the layers that may be the default layer.
 
-        For a detector these are the layers that all scales depend on; for a segmentation model the layers before the
-        one with a channel per class.
+        For a detector these are the layers that all scales depend on. For a segmentation model they are the backbone's,
+        as in torchvision, or the layers before the one with a channel per class. Those of transformers, whose output
+        has `logits`, decode features to a finer grid than the backbone's.
 
         Args:
             model: the model, after its run.
@@ -115,17 +122,21 @@ class Trial:
         """
         if self.task == "detect" and self._pyramid.maps:
             self.trunk = detectors.layers_before_pyramid(model, self._pyramid, outputs)
-        if self.task == "segment":
-            backbone = {name for name in outputs if name.startswith("backbone.")}
-            self.trunk = backbone or _layers_before_classes(model, outputs, self.classes)
+        if self.task == "segment" and self._values is not None:
+            backbone = {name for name in outputs if name.startswith("backbone.") and not self._has_logits}
+            self.trunk = backbone or _layers_before_classes(model, outputs, self._values)
 
 
-def _layers_before_classes(model: nn.Module, outputs: Mapping[str, Tensor | None], classes: int) -> set[str] | None:
-    """Return the modules that finish before the last module with weights whose output has a channel per class."""
+def _layers_before_classes(model: nn.Module, outputs: Mapping[str, Tensor | None], values: Tensor) -> set[str] | None:
+    """Return the modules that finish before the last module with weights whose output has a channel per class.
+
+    Modules of which the logits do not depend, such as an auxiliary head, do not count.
+    """
+    used, channels = detectors.ancestors(values.grad_fn), values.shape[1:2]
     ends = [
         index
         for index, (name, output) in enumerate(outputs.items())
-        if output is not None and output.shape[1:2] == (classes,) and _has_weights(model, name)
+        if output is not None and output.shape[1:2] == channels and output.grad_fn in used and _has_weights(model, name)
     ]
     return set(list(outputs)[: ends[-1]]) if ends else None
 

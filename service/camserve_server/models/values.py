@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, TypeAlias
 
@@ -45,12 +46,32 @@ class Layout:
         height: rows of the grid.
         width: columns of the grid.
         prefix: the number of class and register tokens before the grid.
+        suffix: the number of tokens after the grid, such as the detection tokens of YOLOS.
     """
 
     axes: Literal["nchw", "nhwc", "tokens"]
     height: int
     width: int
     prefix: int = 0
+    suffix: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens, including those before and after the grid; 0 for layouts without tokens."""
+        return self.prefix + self.height * self.width + self.suffix if self.axes == "tokens" else 0
+
+    def scaled(self, size: tuple[int, int], to: tuple[int, int]) -> "Layout":
+        """Return the layout for inputs of another height and width, to within a row and a column.
+
+        Args:
+            size: height and width of the present input.
+            to: height and width of the other input.
+        """
+        rows, columns = (
+            max(1, round(cells * there / here))
+            for cells, here, there in zip((self.height, self.width), size, to, strict=True)
+        )
+        return replace(self, height=rows, width=columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +95,19 @@ class LayerInfo:
     calls: int
     layout: Layout | None
     reason: str = ""
+
+    def scaled(self, size: tuple[int, int], to: tuple[int, int]) -> "LayerInfo":
+        """Return the description for inputs of another height and width; see `Layout.scaled`."""
+        if self.layout is None:
+            return self
+        layout = self.layout.scaled(size, to)
+        grid, batch, channels = (layout.height, layout.width), self.shape[:1], self.shape[-1:]
+        by_axes = {
+            "nchw": (*self.shape[:2], *grid),
+            "nhwc": (*batch, *grid, *channels),
+            "tokens": (*batch, layout.tokens, *channels),
+        }
+        return replace(self, layout=layout, shape=by_axes[layout.axes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +195,10 @@ class ModelInfo:
         """Return the label of a class; empty if the model has no labels."""
         return self.labels[index] if index < len(self.labels) else ""
 
+    def at_size(self, size: tuple[int, int]) -> "ModelInfo":
+        """Return the description for inputs of this height and width, for models whose input's size varies."""
+        return self if size == self.preprocess.size else _at_size(self, size)
+
     def inner_sizes(self) -> list[int]:
         """Return the number of values that each layer returns, in order; 0 for layers that contain others."""
         outer = {name.rpartition(".")[0] for name in self.layers}
@@ -175,6 +213,13 @@ class ModelInfo:
         largest_after = reversed(list(accumulate(reversed(inner), max)))
         largest, by_layer = max(inner, default=0), zip(self.layers.items(), largest_after, strict=True)
         return {name: max(1, largest // max(1, math.prod(layer.shape), after)) for (name, layer), after in by_layer}
+
+
+@lru_cache(32)
+def _at_size(info: ModelInfo, size: tuple[int, int]) -> ModelInfo:
+    nominal = info.preprocess.size
+    layers = {name: layer.scaled(nominal, size) for name, layer in info.layers.items()}
+    return replace(info, preprocess=replace(info.preprocess, size=size), layers=layers)
 
 
 @dataclass(frozen=True, slots=True)

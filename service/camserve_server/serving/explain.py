@@ -192,7 +192,7 @@ class Pipeline:
 
         def make_reply(explanations: list[jobs.Explanation]) -> T:
             timing = times.timing()
-            prediction = ModelPrediction(request.job.model, result.logits, photo.seen)
+            prediction = ModelPrediction(photo.job.model, result.logits, photo.seen)
             numbers = (photo.size, photo.receipt, timing, result.class_map)
             return encode(ExplainResult(prediction, explanations, *numbers))
 

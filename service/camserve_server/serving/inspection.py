@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -137,11 +137,13 @@ async def _run(
         decoding = time.perf_counter() - began
         timings = RequestTimings()
         submit = submit_for(pipeline, deadline, timings)
-        texts = await jobs.embed_texts(request.model, needed, submit)
+        model = request.model.at_size((photo.image.shape[0], photo.image.shape[1]))
+        texts = await jobs.embed_texts(model, needed, submit)
         target = texts.fill(request.target)
         rows = [Row(photo.image, target, features=pass_.kind == "features", texts=texts.classes)]
+        pass_ = replace(pass_, size=model.preprocess.size)
         await submit(pass_, rows, lambda _index, result: results.append(result))
-        prediction = ModelPrediction(request.model, results[0].logits, photo.seen)
+        prediction = ModelPrediction(model, results[0].logits, photo.seen)
         yield _ImageRun(photo, results[0], prediction, decoding, timings)
 
 

@@ -10,6 +10,7 @@ from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
 from camserve_server.imaging.values import Box
 from camserve_server.jobs import Job
+from camserve_server.models.values import ModelInfo
 from camserve_server.serving import memory, receipts
 from camserve_server.serving.receipts import Receipt
 from camserve_server.serving.requests import ExplainRequest
@@ -49,11 +50,11 @@ def prepare_photo(request: ExplainRequest, limits: Limits) -> Generator[None, No
     image, seen = images.make_input(pixels, request.image, request.job.model.preprocess)
     kept = pixels if request.rendering.pictures and pixels.size <= memory.MAX_WAITING_PHOTO else None
     del pixels  # free its memory during the pauses, unless it is kept
-    job = request.job
+    job = replace(request.job, model=request.job.model.at_size((image.shape[0], image.shape[1])))
     for index, target in enumerate(job.targets):
         if kind_of(target).compared(target):
             yield
-        if (converted := _to_input(target, index, request, seen, limits)) is not target:
+        if (converted := _to_input(target, index, job.model, seen, limits)) is not target:
             job = replace(job, targets=(*job.targets[:index], converted, *job.targets[index + 1 :]))
     receipt = receipts.receipt_of(job.model, request.image, image)
     return PreparedPhoto(kept, size, image, seen, job, receipt)
@@ -90,9 +91,9 @@ def _image_field(index: int) -> Iterator[None]:
         raise InvalidArgument(error.message, field=f"targets[{index}].similarity.image") from error
 
 
-def _to_input(target: Target, index: int, request: ExplainRequest, seen: Box, limits: Limits) -> Target:
+def _to_input(target: Target, index: int, model: ModelInfo, seen: Box, limits: Limits) -> Target:
     """Convert a target's image or box from photos to the model's input."""
-    preprocess = request.job.model.preprocess
+    preprocess = model.preprocess
     kind = kind_of(target)
     if other := kind.compared(target):
         with _image_field(index):

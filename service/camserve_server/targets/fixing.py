@@ -136,7 +136,12 @@ def _ranked_object(host: HostOutputs, place: int, rank: int) -> FixedTarget:
     if rank >= len(objects):
         count = f"only {len(objects)} objects" if len(objects) else "no object"
         raise FailedPrecondition(f"{info.name} finds {count} in this image", field="top_k")
-    return DetectionTarget(int(objects[rank, 0]), Box(*objects[rank, 2:].tolist()), found=True)
+    return _found(objects, rank)
+
+
+def _found(objects: Map, rank: int) -> DetectionTarget:
+    """Return the target of an object in the unchanged image."""
+    return DetectionTarget(int(objects[rank, 0]), Box(*objects[rank, 2:].tolist()), found=True, rank=rank)
 
 
 _RANKS: Mapping[Task, Callable[[HostOutputs, int, int], FixedTarget]] = {
@@ -206,16 +211,16 @@ def detection(host: HostOutputs, place: int, target: DetectionTarget) -> FixedTa
         return target
     info = host.outputs.info
     objects = objects_of(to_numpy(host.outputs.values[place]))
-    candidates = objects[objects[:, 0] == target.index]
+    ranks = np.flatnonzero(objects[:, 0] == target.index)
     label = _list_classes(info, [target.index])
-    if not len(candidates):
+    if not len(ranks):
         classes = list(dict.fromkeys(objects[:, 0].astype(int).tolist()))
         others = _list_classes(info, classes) or "no object at all"
         raise FailedPrecondition(f"{info.name} finds no {label} in this image, but {others}", field="targets")
-    overlap = np.ones(len(candidates)) if target.box is None else overlaps(candidates[:, 2:], target.box)
+    overlap = np.ones(len(ranks)) if target.box is None else overlaps(objects[ranks, 2:], target.box)
     if not overlap.any():
         raise FailedPrecondition(f"{info.name} finds no {label} that overlaps the box", field="targets")
-    return DetectionTarget(target.index, Box(*candidates[overlap.argmax(), 2:].tolist()), found=True)
+    return _found(objects, int(ranks[overlap.argmax()]))
 
 
 def _list_classes(info: ModelInfo, indices: Sequence[int]) -> str:

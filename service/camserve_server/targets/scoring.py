@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 MIN_OVERLAP = 0.5
 """Smallest intersection over union at which a box in a copy of the image belongs to the same object."""
 
+SAME_OVERLAP = 1e-4
+"""Difference of two overlaps that may be due to rounding: another batch moves a box by this share at most."""
+
 
 def logits(outputs: Outputs, targets: Sequence[ClassTarget | ContrastTarget]) -> Tensor:
     """Return the score [B] of each target in one step: logits of classes, differences of logits of contrasts."""
@@ -135,8 +138,15 @@ def detections(outputs: Outputs, targets: Sequence[DetectionTarget]) -> Tensor:
     for values, objects, target in zip(outputs.values, to_numpy(outputs.values), targets, strict=True):
         overlap = overlaps(objects[:, 2:], cast("Box", target.box)) * (objects[:, 0] == target.index)
         is_detected = len(overlap) and overlap.max() >= MIN_OVERLAP
-        object_scores.append(values[int(overlap.argmax()), 1] if is_detected else values[:, 1].sum() * 0)
+        object_scores.append(values[_best(overlap, target.rank), 1] if is_detected else values[:, 1].sum() * 0)
     return torch.stack(object_scores)
+
+
+def _best(overlap: "Map", rank: int | None) -> int:
+    """Return the index of the object with the largest overlap: of equal ones the object itself, else the first."""
+    if rank is not None and rank < len(overlap) and overlap[rank] >= overlap.max() - SAME_OVERLAP:
+        return rank
+    return int(overlap.argmax())
 
 
 def unresolved(_outputs: Outputs, _place: int, target: RankTarget) -> Tensor:

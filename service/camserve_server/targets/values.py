@@ -113,11 +113,14 @@ class DetectionTarget:
         box: the box, in the photo's pixels until the photo is decoded and in the input's afterwards; None for the box
             of the class's object with the highest score.
         found: True if the box is that of an object that was detected in the unchanged image.
+        rank: the object's place among those of the unchanged image, by descending score; None if unknown. It tells
+            objects of one class with the same box apart, as a detector without suppression of duplicates returns them.
     """
 
     index: int
     box: Box | None = None
     found: bool = False
+    rank: int | None = None
 
 
 FixedTarget: TypeAlias = (

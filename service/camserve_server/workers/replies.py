@@ -19,7 +19,7 @@ import numpy as np
 from camserve_server.core import errors
 from camserve_server.core.errors import ServiceError
 from camserve_server.engine.values import Reading, RowResult, Statistics
-from camserve_server.imaging.values import Box, Preprocess
+from camserve_server.imaging.values import Box, KeepAspect, Preprocess
 from camserve_server.models.values import LayerInfo, Layout, ModelInfo, TextHead
 from camserve_server.targets.values import (
     ClassTarget,
@@ -51,6 +51,7 @@ CLASSES: tuple[type[Any], ...] = (
     Reading,
     RowResult,
     Preprocess,
+    KeepAspect,
     Layout,
     LayerInfo,
     ModelInfo,

@@ -50,7 +50,7 @@ def find_prefix_modules(
     layout = info.layers[info.default_layer].layout
     if layout is None or layout.axes != "tokens" or not layout.prefix:
         return {}
-    prefix, length = layout.prefix, layout.prefix + layout.height * layout.width
+    prefix, length = layout.prefix, layout.tokens
     expected, gradient = _outputs_and_gradient(module, info.default_layer, image)
     with torch.no_grad():
         plain = _outputs(module, image)  # without a graph, attention runs other kernels, which round differently

@@ -1,6 +1,6 @@
 """Models of transformers that compare images with texts, CLIP and SigLIP: the image's side as a module of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from camserve_server.core.errors import ConfigError
-from camserve_server.models import huggingface, tokenizer
+from camserve_server.models.huggingface import tokenizer
+from camserve_server.models.huggingface.folder import weight_files
+from camserve_server.models.huggingface.network import (
+    build_random,
+    build_with_weights,
+    import_transformers,
+    offline,
+    read_settings,
+)
+from camserve_server.models.huggingface.processors import load_processor, preprocess_of
 from camserve_server.models.source import Source
 from camserve_server.models.spec import ModelSpec
 from camserve_server.models.text import TextTower
@@ -20,52 +29,50 @@ NAFLEX = "Siglip2Model"
 """The class of SigLIP 2 that takes images of any proportions as lists of patches."""
 
 
-def fits(spec: ModelSpec) -> bool:
-    """Return True if a folder has a model that compares images with texts."""
-    saved = huggingface.read_config(Path(spec.folder)).get("architectures")
+def fits(settings: Mapping[str, Any]) -> bool:
+    """Return True if the settings of a folder are those of a model that compares images with texts."""
+    saved = settings.get("architectures")
     return isinstance(saved, list) and any(name in (*CLASSES.values(), NAFLEX) for name in saved)
 
 
-def load(spec: ModelSpec) -> Source:
-    """Load a model from its folder.
+def load(spec: ModelSpec, settings: Mapping[str, Any]) -> Source:
+    """Load a model from its folder, with the folder's weights or random ones.
+
+    Args:
+        spec: the model's spec.
+        settings: the folder's config.json.
 
     Raises:
-        ConfigError: as `huggingface.load`; or its tokenizer cannot be used.
+        ConfigError: transformers is not installed, or a file of the folder cannot be used.
     """
+    check(spec, settings)
     folder = Path(spec.folder)
-    settings = _read_settings(spec)
-    files = huggingface.weight_files(folder, settings, spec.origin) if spec.weights == "default" else []
-    transformers = huggingface.import_transformers()
-    config = huggingface.read_model_config(transformers, spec)
-    preprocess = huggingface.preprocess_of(huggingface.load_processor(transformers, folder, spec.origin), spec.origin)
-    kind = getattr(transformers, CLASSES[config.model_type])
-    if spec.weights == "default":
-        model = huggingface.build_with_weights(kind, config, files, spec)
-    else:
-        model = huggingface.build_random(kind, config, spec.size)
+    files = weight_files(folder, settings, spec.origin) if spec.weights == "default" else []
+    transformers = import_transformers()
+    with offline():
+        config = read_settings(transformers, folder, spec.origin)
+        preprocess = preprocess_of(load_processor(transformers, folder, spec.origin), spec.origin)
+        kind = getattr(transformers, CLASSES[config.model_type])
+        if spec.weights == "default":
+            model = build_with_weights(kind, config, files, spec, "CLIP or SigLIP")
+        else:
+            model = build_random(kind, config, spec)
     images, texts = split(model, folder, spec.origin)
     return Source(images, preprocess, task="embed", text=texts)
 
 
-def check(spec: ModelSpec) -> None:
-    """Check a model's folder as far as possible without loading the model.
+def check(spec: ModelSpec, settings: Mapping[str, Any]) -> None:
+    """Check a model's folder as far as possible without loading the model; the arguments are those of `load`.
 
     Raises:
-        ConfigError: as `huggingface.check`; or there is no tokenizer of a possible size.
+        ConfigError: the model is of another kind, or there is no tokenizer of a possible size.
     """
-    settings = _read_settings(spec)
-    huggingface.check_files(spec, settings)
-    tokenizer.check_file(Path(spec.folder), spec.origin)
-
-
-def _read_settings(spec: ModelSpec) -> dict[str, Any]:
-    settings = huggingface.read_config(Path(spec.folder))
     if settings.get("model_type") not in CLASSES:
         raise ConfigError(
             f"{spec.origin} is a {NAFLEX}, which takes lists of patches: save a SigLIP 2 with a fixed resolution, such "
             "as siglip2-base-patch16-224, or serve it from a function of your own, your.module:factory"
         )
-    return settings
+    tokenizer.check_file(Path(spec.folder), spec.origin)
 
 
 class ImageTower(nn.Module):
