@@ -262,10 +262,9 @@ def _read_target(text: str, parameter: _InferParameter, model: ModelInfo) -> exp
         target = explain_pb2.Target(softmax=True)
         target.MergeFrom(_class_target(_class_name(rest, parameter)))
         return target
-    if colon and kind == "text":
-        return explain_pb2.Target(text=rest)
-    if colon and kind == "finer":
-        return explain_pb2.Target(finer=explain_pb2.Finer(why=_class_name(rest, parameter)))
+    if colon and kind in ("finer", "text"):
+        finer = kind == "finer" and explain_pb2.Finer(why=_class_name(rest, parameter))
+        return explain_pb2.Target(finer=finer) if finer else explain_pb2.Target(text=rest)
     why, separator, why_not = text.partition(" vs ")
     name = _class_name(why, parameter)
     if separator:

@@ -135,8 +135,8 @@ def _one_line(error: BaseException) -> str:
 def _size(path: Path, limit: int, origin: str) -> None:
     if not path.is_file():
         raise ConfigError(
-            f"{origin} has no {path.name}, and a model that compares images with texts needs its tokenizer: save it with "
-            "AutoProcessor's save_pretrained; a spiece.model or a vocab.json alone is not read here"
+            f"{origin} has no {path.name}, and a model that compares images with texts needs its tokenizer: save it "
+            "with AutoProcessor's save_pretrained; a spiece.model or a vocab.json alone is not read here"
         )
     if (size := path.stat().st_size) > limit:
         raise ConfigError(f"{origin}: its {path.name} has {size:,} bytes, and {limit:,} is the limit")
