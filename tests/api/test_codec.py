@@ -77,8 +77,10 @@ MODELS = {
     "pixels": replace(model("pixels", ["background", "cat", "dog", "sky"]), task="segment"),
     "boxes": replace(model("boxes", ["background", "cat", "dog", "sky"]), task="detect"),
     "vectors": replace(model("vectors"), task="embed"),
-    "pairs": replace(model("pairs"), task="embed", text=TextHead(100.0, 0.0, exclusive=True)),
-    "apart": replace(model("apart", ["a cat", "a dog"]), task="embed", text=TextHead(10.0, -5.0, exclusive=False)),
+    "pairs": replace(model("pairs"), task="embed", text=TextHead(100.0, 0.0, exclusive=True, length=4)),
+    "apart": replace(
+        model("apart", ["a cat", "a dog"]), task="embed", text=TextHead(10.0, -5.0, exclusive=False, length=4)
+    ),
     "rich": replace(model("rich"), embedding="head"),
     "lonely": model("lonely", classes=1),
 }

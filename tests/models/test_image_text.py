@@ -9,9 +9,10 @@ import torch
 from PIL import Image
 
 import camserve
+import coloured
 import needs
 from camserve_server import models
-from camserve_server.core.errors import FailedPrecondition
+from camserve_server.core.errors import ConfigError, FailedPrecondition
 from camserve_server.engine.values import Row
 from camserve_server.methods import METHODS
 from camserve_server.models import parse
@@ -251,3 +252,75 @@ def test_repeated_text_takes_no_further_pass(zoo, counted):
 
     assert counted == [["cat"], ["dog"]]
     assert first.explanations[0].score == again.explanations[0].score
+
+
+# --- text sides of users ---
+
+
+def built(plant, **changes):
+    source = coloured.named()
+    return plant(lambda: replace(source, text=replace(source.text, **changes)), size=64)
+
+
+class Faulty(torch.nn.Module):
+    """A text side that returns what it was given, or raises it."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def forward(self, _texts):
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"encoder": len}, "not a torch.nn.Module"),
+        ({"encoder": Faulty(torch.ones(1, 4))}, "an image has 3 numbers, and that of a text has 4"),
+        ({"encoder": Faulty(torch.ones(3))}, "must return a tensor of 1 embeddings"),
+        ({"encoder": Faulty(None)}, "must return a tensor of 1 embeddings"),
+        ({"encoder": Faulty(ValueError("no such word"))}, "does not run: ValueError: no such word"),
+        ({"encoder": Faulty(torch.full((1, 3), torch.inf))}, "not finite"),
+        ({"scale": float("nan")}, "must be finite numbers"),
+    ],
+)
+def test_faulty_text_side_is_refused_with_a_reason(plant, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        built(plant, **changes)
+
+
+def test_text_side_needs_a_model_of_embeddings(plant):
+    with pytest.raises(ConfigError, match='its task is "embed", not "classify"'):
+        plant(lambda: replace(coloured.named(), task="classify"), size=64)
+
+
+def test_digest_covers_the_text_side(plant):
+    words = coloured.Words()
+    with torch.no_grad():
+        words.vectors.mul_(2)
+    digests = {built(plant, **changes).info.digest for changes in ({}, {}, {"bias": 1.0}, {"encoder": words})}
+
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (["a"] * 2, "same as that at index 0"),
+        (["a" * 1001], "1,000 is the limit"),
+        (map(str, range(1001)), "1,001 texts"),
+    ],
+)
+def test_unusable_labels_are_refused(tmp_path, texts, words):
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
+    with pytest.raises(ConfigError, match=words):
+        models.load(parse(f"coloured:named?size=64&labels={tmp_path / 'texts.txt'}"))
+
+
+def test_model_without_a_text_side_refuses_a_pass_over_texts(loaded):
+    model = loaded["clip"]
+    with pytest.raises(FailedPrecondition, match="takes no texts"):
+        run(replace(model, text=None), [Row(np.empty((0, 0, 3), np.uint8), TextTarget("a"))], (), "text")

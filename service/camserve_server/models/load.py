@@ -215,7 +215,7 @@ def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> Mod
         device=device,
         task=probed.task,
         embedding=probed.embedding,
-        text=source.text.head() if source.text else None,
+        text=source.text.head(probed.classes) if source.text else None,
     )
 
 
@@ -239,8 +239,8 @@ def _texts_of(source: Source, probed: Probed) -> tuple[str, ...]:
 
 def _digest_with_text(sha256: str, tower: TextTower) -> str:
     """Return the digest of a model with its text side."""
-    head = tower.head()
-    return hashlib.sha256(f"{sha256} {digest(tower.encoder)} {head.scale} {head.bias}".encode()).hexdigest()
+    text = f"{sha256} {digest(tower.encoder)} {tower.scale} {tower.bias}"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _probe_or_recall(spec: ModelSpec, source: Source, device: str) -> tuple[Probed, str]:

@@ -70,16 +70,19 @@ class TextTower:
     bias: float = 0.0
     exclusive: bool = True
 
-    def head(self) -> TextHead:
+    def head(self, length: int) -> TextHead:
         """Return the constants of the score.
 
+        Args:
+            length: the number of values of an embedding.
+
         Raises:
-            ConfigError: they are no finite numbers.
+            ConfigError: scale or bias is no finite number.
         """
         scale, bias = torch.tensor([float(self.scale), float(self.bias)]).tolist()  # as float32 computes with them
         if not torch.tensor([scale, bias]).isfinite().all():
             raise ConfigError(f"the scale ({scale:g}) and the bias ({bias:g}) of its texts must be finite numbers")
-        return TextHead(scale, bias, self.exclusive)
+        return TextHead(scale, bias, self.exclusive, length)
 
     def embed(self, texts: Sequence[str]) -> Tensor:
         """Return the embeddings of texts, each of length 1, float32 [n,E].
@@ -103,10 +106,13 @@ class TextTower:
             ConfigError: it does not run, or the embeddings of images and texts differ in length.
         """
         try:
-            found = self.embed(["a photo"]).shape[1]
+            embedding = self.embed(["a photo"])
         except (ServiceError, ConfigError) as error:
             raise ConfigError(f"its text encoder does not run: {error}") from error
         except Exception as error:  # of a user's module
             raise ConfigError(f"its text encoder does not run: {type(error).__name__}: {error}") from error
-        if found != length:
+        if embedding.shape[1] != length:
+            found = embedding.shape[1]
             raise ConfigError(f"the embedding of an image has {length} numbers, and that of a text has {found}")
+        if not embedding.isfinite().all():
+            raise ConfigError("the embedding of a text is not finite: are the weights of its text side damaged?")

@@ -119,11 +119,13 @@ class TextHead:
         bias: number that is added.
         exclusive: True if the texts of a request exclude each other (softmax), False if each has a probability of its
             own (sigmoid).
+        length: the number of values of an embedding.
     """
 
     scale: float
     bias: float
     exclusive: bool
+    length: int
 
 
 @dataclass(frozen=True, slots=True)

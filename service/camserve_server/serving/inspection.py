@@ -128,7 +128,11 @@ async def _run(
 ) -> AsyncIterator[_ImageRun]:
     """Run an image through the model; inside the block, room for its inputs and results stays reserved."""
     results: list[RowResult] = []
-    size = memory.RGB * math.prod(request.model.preprocess.size) + _feature_bytes(request)
+    size = (
+        memory.RGB * math.prod(request.model.preprocess.size)
+        + _feature_bytes(request)
+        + memory.text_bytes(request.model)
+    )
     needed = jobs.texts_of(request.model, [request.target])
     async with pipeline.admit(request.model, 1 + min(len(needed), pipeline.limits.chunk), size=size):
         began = time.perf_counter()

@@ -129,19 +129,14 @@ def split(model: Any, folder: Path, origin: str) -> tuple[ImageTower, TextTower]
         origin: its name, for errors.
 
     Raises:
-        ConfigError: the tokenizer cannot be used, or the constants of the score are no finite numbers.
+        ConfigError: the tokenizer cannot be used.
     """
     config = model.config.text_config
     tokenize = tokenizer.FolderTokenizer(folder, origin, config.max_position_embeddings, config.vocab_size)
     bias = float(model.logit_bias.detach()) if hasattr(model, "logit_bias") else 0.0
-    tower = TextTower(
+    return ImageTower(model), TextTower(
         TextEncoder(model, tokenize),
         scale=float(model.logit_scale.detach().exp()),
         bias=bias,
         exclusive=model.config.model_type == "clip",
     )
-    try:
-        tower.head()
-    except ConfigError as error:
-        raise ConfigError(f"the weights of {origin} cannot be used: {error}") from error
-    return ImageTower(model), tower

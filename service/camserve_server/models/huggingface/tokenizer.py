@@ -24,11 +24,13 @@ SETTINGS = "tokenizer_config.json"
 
 MAX_FILE = 64 * 2**20  # bytes; Gemma's, with a vocabulary of 256,000 tokens, has 34 MiB
 MAX_SETTINGS = 4 * 2**20  # bytes; Gemma's has 46 KiB
+MAX_VALUES = 6_000_000  # lists, objects and items; Gemma's has 2 million. Each takes up to 100 bytes once it is read
 MAX_VOCABULARY = 1_000_000
 MAX_MERGES = 4 * MAX_VOCABULARY
+MAX_ADDED = 20_000  # tokens that are searched for in every text; Gemma's has 6,400
 MAX_PARTS = 16  # normalizers, pre-tokenizers and post-processors
 MAX_REPLACEMENTS = 4  # of them: each can double the length of a text
-MAX_TEMPLATE = 8  # tokens that are added to a text
+MAX_TEMPLATE = 8  # tokens that are added in one place
 
 MODELS = ("BPE", "Unigram", "WordPiece", "WordLevel")
 PARTS = (
@@ -152,6 +154,8 @@ def _read(path: Path, limit: int, origin: str) -> bytes:
 
 
 def _parse(data: bytes, name: str, origin: str) -> dict[str, Any]:
+    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise ConfigError(f"{origin}: its {name} has more than {MAX_VALUES:,} values, which is the limit")
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -207,7 +211,8 @@ def _build(data: bytes, settings: TokenSettings) -> Any:
 def _id(tokenizer: Any, token: str) -> int:
     found = tokenizer.token_to_id(token)
     if found is None:
-        raise ValueError(f"its settings name the token {token[:50]!r}, which it does not have")
+        named = f"name the token {token[:50]!r}, which it does not have" if token else "name no token for padding"
+        raise ValueError(f"its settings {named}")
     return cast("int", found)
 
 
@@ -243,8 +248,8 @@ def _token_faults(tokenizer: Mapping[str, Any], vocabulary: int) -> Iterator[str
     added = tokenizer.get("added_tokens") or []
     if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
         yield "has added tokens that are no objects"
-    elif len(added) > MAX_VOCABULARY:
-        yield f"has {len(added):,} added tokens, and {MAX_VOCABULARY:,} is the limit"
+    elif len(added) > MAX_ADDED:
+        yield f"has {len(added):,} added tokens, and {MAX_ADDED:,} is the limit"
     else:
         yield from _id_faults((token.get("id") for token in added), vocabulary)
 
@@ -273,8 +278,16 @@ def _part_faults(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if len(parts) > MAX_PARTS or sum(kind in ("Replace", "Prepend") for kind in kinds) > MAX_REPLACEMENTS:
         yield f"has more than {MAX_PARTS} parts, or more than {MAX_REPLACEMENTS} that insert text"
     for part in parts:
-        for name, limit in (("content", 1), ("prepend", 1), ("single", MAX_TEMPLATE)):
-            if len(cast("str | list[Any]", part.get(name) or "")) > limit:
+        lengths = {"content": 1, "prepend": 1, "single": MAX_TEMPLATE, "special_tokens": MAX_TEMPLATE}
+        special = part.get("special_tokens")
+        ids = (
+            [token.get("ids") for token in special.values() if isinstance(token, dict)]
+            if isinstance(special, dict)
+            else []
+        )
+        inserted = [(part.get(name), limit) for name, limit in lengths.items()] + [(each, 1) for each in ids]
+        for value, limit in inserted:
+            if isinstance(value, str | list | dict) and len(value) > limit:
                 yield f'has a part "{part.get("type")}" that inserts more than {limit} in one place'
         pattern = part.get("pattern")
         if isinstance(pattern, dict) and (reason := regex_fault(str(pattern.get("Regex") or ""))):
