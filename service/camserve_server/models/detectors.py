@@ -99,7 +99,8 @@ class Pyramid:
 
     Attributes:
         maps: the maps, on the graph, one per scale; empty without a backbone.
-        collectors: the names of the modules that return several maps, including the backbone.
+        collectors: the names of the modules that return several maps. The first of them may not be all that the score
+            depends on, and the others may have been computed from it.
     """
 
     maps: list[Tensor] = field(default_factory=list)
@@ -108,21 +109,18 @@ class Pyramid:
 
 @contextmanager
 def record_pyramid(model: nn.Module) -> Iterator[Pyramid]:
-    """Record the feature maps of a model's backbone while it runs inside the block."""
-    pyramid, backbone = Pyramid(), getattr(model, "backbone", None)
-    if not isinstance(backbone, nn.Module):
-        yield pyramid
-        return
+    """Record the feature maps of a model's backbone, if it has one, while it runs inside the block."""
+    pyramid = Pyramid()
 
     def record(name: str, output: Any) -> None:
         maps = [part for part in pytree.tree_leaves(output) if isinstance(part, Tensor)]
-        if len(maps) > 1:
+        if sum(part.is_floating_point() for part in maps) > 1:
             pyramid.collectors.add(name)
         if name == "backbone":
             pyramid.maps[:] = maps
 
     with ExitStack() as stack:
-        for name, module in backbone.named_modules(prefix="backbone"):
+        for name, module in model.named_modules():
             hook = module.register_forward_hook(lambda _module, _args, output, name=name: record(name, output))
             stack.enter_context(hook)
         yield pyramid

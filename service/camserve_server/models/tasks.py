@@ -120,8 +120,9 @@ class Trial:
             model: the model, after its run.
             outputs: the output of each module, on the graph, by name.
         """
-        if self.task == "detect" and self._pyramid.maps:
-            self.trunk = detectors.layers_before_pyramid(model, self._pyramid, outputs)
+        if self.task == "detect":
+            before = detectors.layers_before_pyramid(model, self._pyramid, outputs) if self._pyramid.maps else None
+            self.trunk = before or set(outputs) - self._pyramid.collectors
         if self.task == "segment" and self._values is not None:
             backbone = {name for name in outputs if name.startswith("backbone.") and not self._has_logits}
             self.trunk = backbone or _layers_before_classes(model, outputs, self._values)

@@ -18,7 +18,7 @@ from camserve_server.core.errors import ConfigError
 from camserve_server.imaging.values import KeepAspect, Preprocess
 from camserve_server.models.huggingface.folder import PROCESSOR, one_line
 
-Interpolation = Literal["bilinear", "bicubic", "nearest"]
+Interpolation = Literal["bilinear", "bicubic", "nearest", "linear"]
 Photo: TypeAlias = "np.ndarray[Any, Any]"  # uint8 [h,w,3]
 Triple: TypeAlias = tuple[float, float, float]
 
@@ -27,7 +27,7 @@ Triple: TypeAlias = tuple[float, float, float]
 _MAX_DIFFERENCE = 0.04
 
 _SHAPES = ((90, 120), (120, 90), (75, 113), (101, 101), (97, 61), (40, 160), (200, 33))
-"""Height and width of photos for processors that keep proportions: fractions of pixels are rounded in every way."""
+"""Height and width of small photos for processors that keep proportions: fractions are rounded in every way."""
 
 
 def load_processor(transformers: Any, folder: Path, origin: str) -> Any:
@@ -118,7 +118,8 @@ def _candidates(processor: Any, low: Tensor, mean: Triple, std: Triple) -> tuple
     if swaps_channels(processor):
         mean, std = mean[::-1], std[::-1]
     if stated.get("shortest_edge") and stated.get("longest_edge"):
-        photos = [_pattern(*shape) for shape in _SHAPES]
+        side = stated["shortest_edge"]
+        photos = [_pattern(*shape) for shape in (*_SHAPES, (side * 5 // 4, side * 7 // 4))]
         resizes: list[Any] = _keeping_aspect(processor, stated["shortest_edge"], stated["longest_edge"], photos)
     else:
         photos = _test_photos(*size)
@@ -172,7 +173,9 @@ def _preprocess(photo: Photo, preprocess: Preprocess) -> Tensor:
 
     image, resize = torch.from_numpy(photo).permute(2, 0, 1), preprocess.resize
     size = [resize] if isinstance(resize, int) else list(cast("tuple[int, int]", resize))
-    image = functional.resize(image, size, InterpolationMode(preprocess.interpolation)).float() / 255
+    antialias = preprocess.interpolation != "linear"
+    mode = InterpolationMode(preprocess.interpolation if antialias else "bilinear")
+    image = functional.resize(image, size, mode, antialias=antialias).float() / 255
     if preprocess.floors:
         for axis, target in enumerate(preprocess.size, 1):
             length = image.shape[axis]

@@ -1,0 +1,266 @@
+"""Object detectors of transformers: the objects, boxes and scores of transformers itself, and exact maps."""
+
+import io
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import camserve
+import needs
+from camserve_server import models, targets
+from camserve_server.engine.values import Row
+from camserve_server.imaging import images
+from camserve_server.imaging.values import View
+from camserve_server.models import parse
+from camserve_server.models.grid import to_grid
+from camserve_server.models.values import Pass
+from camserve_server.targets.values import DetectionTarget, RankTarget
+from methods.tools import call, error_ratio
+from support import PHOTOS, serving
+
+hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
+
+from docs.generate import small_transformers  # noqa: E402
+
+from camserve_server.engine import Engine, normalise  # noqa: E402 -- after the check for transformers
+
+FAMILIES = tuple(small_transformers.DETECTORS)
+QUERIES = small_transformers.QUERIES
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return a folder of each family, by name."""
+    root = tmp_path_factory.mktemp("detectors")
+    return {name: small_transformers.save(name, root) for name in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def loaded(folders):
+    """Return a function that loads a family once."""
+    models_by_name = {}
+
+    def load(name):
+        if name not in models_by_name:
+            models_by_name[name] = models.load(parse(f"hf:{folders[name]}"))
+        return models_by_name[name]
+
+    return load
+
+
+def photo(name, portrait=False):
+    """Return a photo, uint8 [h,w,3], upright or on its side."""
+    pixels = np.asarray(Image.open(PHOTOS[name]).convert("RGB"))
+    return np.ascontiguousarray(np.rot90(pixels)) if portrait else pixels
+
+
+def fitted(model, pixels):
+    return images.fit(pixels, model.info.preprocess)[0]
+
+
+def run(model, image, rows, kind="cam", layers=None):
+    layers = (layers or (model.info.default_layer,)) if kind == "cam" else ()
+    return Engine({model.info.name: model}).run(Pass(model.info.name, kind, image.shape[:2], layers), rows)
+
+
+def explained(model, image, target=None, **row):
+    (result,) = run(model, image, [Row(image, target or RankTarget(0), (call("gradcam"),), **row)])
+    return result
+
+
+def transformers_model(folder, precision=torch.float32):
+    return hf.AutoModelForObjectDetection.from_pretrained(folder, dtype=precision, attn_implementation="eager").eval()
+
+
+def objects_by_transformers(folder, pixels):
+    """Return transformers' own objects [n,6] of a photo by descending score: class, score, box in its pixels."""
+    processor = hf.AutoImageProcessor.from_pretrained(folder)
+    prepared = processor(images=Image.fromarray(pixels), return_tensors="pt")
+    with torch.no_grad():
+        output = transformers_model(folder)(**prepared)
+    (found,) = processor.post_process_object_detection(output, threshold=0, target_sizes=[pixels.shape[:2]])
+    rows = torch.cat([found["labels"][:, None].float(), found["scores"][:, None], found["boxes"]], 1)
+    return rows[(-found["scores"]).argsort(stable=True)].numpy()
+
+
+@pytest.fixture(scope="module")
+def served(folders):
+    with serving(models=tuple(f"hf:{folder}" for folder in folders.values()), device="cpu") as running:
+        yield running.address
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["chelsea", "rocket"])
+def test_predictions_are_all_objects_that_transformers_returns(family, name, folders, served):
+    pixels = photo(name)
+    expected = objects_by_transformers(folders[family], pixels)
+    with camserve.Client(served) as client:
+        result = client.explain(PHOTOS[name], model=family, top_k=1, overlay="png")
+        predictions = client.explain(PHOTOS[name], model=family, max_predictions=100).predictions
+
+    rounding = 1e-3 if family == "rf_detr" else 2e-5  # its processor does not round the resized photo to 8 bits
+    found = [(p.class_index, p.score, *(getattr(p.box, edge) for edge in EDGES)) for p in predictions]
+    assert len(found) == len(expected) >= QUERIES
+    for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        ties = np.abs(expected[:, 1] - theirs[1]) < rounding  # objects with nearly the same score, in any order
+        assert ours[1] == pytest.approx(theirs[1], abs=rounding), index
+        assert min(np.abs(expected[ties][:, [0, 2, 3, 4, 5]] - [ours[0], *ours[2:]]).max(1)) < max(0.05, 1e3 * rounding)
+    (explanation,) = result.explanations
+    assert explanation.score == pytest.approx(expected[0, 1], abs=rounding)
+    assert explanation.target.label == predictions[0].label
+    assert explanation.overlay
+    assert explanation.verdict != "ZERO_GRADIENT"
+
+
+EDGES = ("left", "top", "right", "bottom")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_map_of_the_most_certain_object_equals_that_of_autograd(family, folders, loaded):
+    model, pixels = loaded(family), photo("coffee", portrait=True)
+    image = fitted(model, pixels)
+    result = explained(model, image)
+
+    layer = model.info.at_size(image.shape[:2]).layers[model.info.default_layer]
+    inputs = normalise(torch.from_numpy(image[None]), model.info.preprocess)
+    plain, truth = (
+        gradcam_by_hand(folders[family], layer, inputs.to(precision)) for precision in (torch.float32, torch.float64)
+    )
+    assert error_ratio(result.maps[0][0], plain, truth) <= 1
+
+
+@contextmanager
+def default_dtype(dtype):
+    """Compute embeddings of places, which some networks compute as they run, in another precision."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def gradcam_by_hand(folder, layer, image):
+    """Compute the map of the most certain object by autograd and the paper's formula, on transformers' own model."""
+    network, captured = transformers_model(folder, image.dtype), []
+
+    def keep(_module, _args, output):
+        first = next(part for part in leaves(output) if isinstance(part, torch.Tensor) and part.is_floating_point())
+        captured.append(first)
+        first.retain_grad()
+
+    processor = hf.AutoImageProcessor.from_pretrained(folder)
+    with default_dtype(image.dtype), network.get_submodule(layer.name).register_forward_hook(keep):
+        output = network(image.clone().requires_grad_())
+    (found,) = processor.post_process_object_detection(output, threshold=0, target_sizes=[image.shape[2:]])
+    found["scores"].max().backward()
+    activations, gradients = (
+        to_grid_in_full_precision(tensor, layer.layout) for tensor in (captured[-1].detach(), captured[-1].grad)
+    )
+    return (gradients.mean((2, 3), keepdim=True) * activations).sum(1)[0]
+
+
+def to_grid_in_full_precision(tensor, layout):
+    if layout.axes != "tokens":
+        return tensor if layout.axes == "nchw" else tensor.movedim(3, 1)
+    grid = to_grid(tensor, layout)
+    return tensor[:, layout.prefix : tensor.shape[1] - layout.suffix].transpose(1, 2).reshape(grid.shape)
+
+
+def leaves(output):
+    return torch.utils._pytree.tree_leaves(output)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batch_neighbours_never_change_a_detectors_answer(family, loaded):
+    model = loaded(family)
+    pictures = [fitted(model, photo(name)) for name in ("chelsea", "coffee", "flower")]
+    size = min((picture.shape for picture in pictures), key=lambda shape: shape[0] * shape[1])[:2]
+    pictures = [np.ascontiguousarray(picture[: size[0], : size[1]]) for picture in pictures]
+    together = run(model, pictures[0], [Row(picture, RankTarget(1), (call("gradcam"),)) for picture in pictures])
+    for picture, row in zip(pictures, together, strict=True):
+        alone = explained(model, picture, RankTarget(1))
+        assert row.score == pytest.approx(alone.score, rel=1e-4)
+        assert row.target.rank == alone.target.rank == 1
+        largest = np.abs(alone.maps[0][0]).max()
+        np.testing.assert_allclose(row.maps[0][0], alone.maps[0][0], atol=1e-3 * largest)
+    assert len({row.maps[0][0].tobytes() for row in together}) == len(pictures)
+
+
+@pytest.mark.parametrize("family", ["detr", "deformable_detr", "yolos"])
+def test_photos_of_other_proportions_at_the_same_time_get_their_own_grids(family, served):
+    shapes = [photo(name, portrait) for name in ("chelsea", "rocket") for portrait in (False, True)]
+    files = [png(pixels) for pixels in shapes]
+    with camserve.Client(served) as client:
+        alone = [client.explain(file, model=family, heatmap=True) for file in files]
+        together = list(client.explain_many([*files, *reversed(files)], model=family, heatmap=True))
+
+    grids = {result.explanations[0].heatmap.shape for result in alone}
+    assert {(columns, rows) for rows, columns in grids} == grids
+    assert len(grids) > 1
+    for one, other in zip([*alone, *reversed(alone)], together, strict=True):
+        (first,), (second,) = one.explanations, other.explanations
+        assert first.score == pytest.approx(second.score, rel=1e-4)
+        np.testing.assert_allclose(first.heatmap, second.heatmap, atol=1e-3 * np.abs(first.heatmap).max())
+
+
+def png(pixels):
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "png")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("family", ["detr", "rt_detr"])
+def test_objects_with_one_box_and_class_keep_their_own_scores(family, loaded):
+    """Queries are not suppressed, so two of them may find the same object."""
+    model = loaded(family)
+    image = fitted(model, photo("chelsea"))
+    ranked = [explained(model, image, RankTarget(rank)) for rank in range(QUERIES)]
+    by_box = [
+        explained(model, image, DetectionTarget(row.target.index, row.target.box, found=True, rank=row.target.rank))
+        for row in ranked
+    ]
+
+    assert [row.score for row in ranked] == pytest.approx(ranked[0].logits[:, 1].tolist())
+    assert [row.score for row in by_box] == [row.score for row in ranked]
+
+
+def test_object_is_followed_by_its_box_in_a_mirrored_copy(loaded):
+    model = loaded("rt_detr")
+    image = fitted(model, photo("chelsea"))
+    target = explained(model, image).target
+    mirrored = explained(model, image, target, views=(View(mirrored=True),))
+
+    objects, size = mirrored.logits, model.info.preprocess.size
+    expected = targets.seen_in(target, [View(mirrored=True)], size).box
+    overlap = iou(objects[:, 2:], expected) * (objects[:, 0] == target.index)
+    assert mirrored.score == pytest.approx(objects[overlap.argmax(), 1] if overlap.max() >= 0.5 else 0, abs=1e-6)
+
+
+def iou(boxes, box):
+    left, top, right, bottom = boxes.T
+    width = np.minimum(right, box.right) - np.maximum(left, box.left)
+    height = np.minimum(bottom, box.bottom) - np.maximum(top, box.top)
+    shared = width.clip(0) * height.clip(0)
+    return shared / ((right - left) * (bottom - top) + (box.right - box.left) * (box.bottom - box.top) - shared)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_queries_have_no_grid(family, loaded):
+    """Their tokens stand for objects, so that a map of them would not lie over the image."""
+    layers = loaded(family).info.layers
+    queries = [layer for layer in layers.values() if len(layer.shape) == 3 and layer.shape[1] == QUERIES]
+
+    assert queries
+    assert not any(layer.layout for layer in queries)
+    assert loaded(family).info.default_layer not in {layer.name for layer in queries}
+
+
+def test_size_option_scales_the_shorter_and_the_longer_side(folders):
+    info = models.load(parse(f"hf:{folders['detr']}?size=48")).info
+    assert info.preprocess.size == (48, 80)
+    assert replace(info.preprocess.resize, shortest=96, longest=160) == models.KeepAspect(96, 160)

@@ -1,0 +1,204 @@
+"""Segmentation models of transformers: the maps of classes and the instances of transformers itself, and exact maps."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import camserve
+import needs
+from camserve_server import models
+from camserve_server.engine import Engine, normalise
+from camserve_server.engine.values import Row
+from camserve_server.imaging import images
+from camserve_server.models import parse
+from camserve_server.models.values import Pass
+from camserve_server.targets.values import RankTarget
+from methods.tools import call, error_ratio
+from support import PHOTOS, serving
+
+hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
+
+from docs.generate import small_transformers  # noqa: E402 -- after the check for transformers
+
+PLAIN, UNIVERSAL = tuple(small_transformers.SEGMENTERS), tuple(small_transformers.UNIVERSAL)
+FAMILIES = (*PLAIN, *UNIVERSAL)
+BLUE_FIRST = ("mobilevit", "mobilevit_v2")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return a folder of each family, by name."""
+    root = tmp_path_factory.mktemp("segmenters")
+    return {name: small_transformers.save(name, root) for name in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def loaded(folders):
+    """Return a function that loads a family once, with the options of its spec."""
+    models_by_spec = {}
+
+    def load(name, options=""):
+        if (name, options) not in models_by_spec:
+            models_by_spec[name, options] = models.load(parse(f"hf:{folders[name]}{options}"))
+        return models_by_spec[name, options]
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def served(folders):
+    specs = [f"hf:{folder}" for folder in folders.values()]
+    instances = [f"{name}_instances=hf:{folders[name]}?task=detect" for name in UNIVERSAL]
+    with serving(models=(*specs, *instances), device="cpu") as running:
+        yield running.address
+
+
+def photo(name):
+    return np.asarray(Image.open(PHOTOS[name]).convert("RGB"))
+
+
+def transformers_model(family, folder, precision=torch.float32):
+    kind = hf.AutoModelForUniversalSegmentation if family in UNIVERSAL else hf.AutoModelForSemanticSegmentation
+    return kind.from_pretrained(folder, dtype=precision, attn_implementation="eager").eval()
+
+
+def output_of_transformers(family, folder, pixels):
+    """Return the processor of a family, and its model's output for a photo."""
+    processor = hf.AutoImageProcessor.from_pretrained(folder)
+    prepared = processor(images=Image.fromarray(pixels), return_tensors="pt")
+    with torch.no_grad():
+        return processor, transformers_model(family, folder)(**prepared)
+
+
+def class_map_of_transformers(family, folder, pixels):
+    processor, output = output_of_transformers(family, folder, pixels)
+    return processor.post_process_semantic_segmentation(output)[0].numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["chelsea", "rocket"])
+def test_class_of_each_pixel_is_that_of_transformers(family, name, folders, served):
+    expected = class_map_of_transformers(family, folders[family], photo(name))
+    with camserve.Client(served) as client:
+        result = client.explain(PHOTOS[name], model=family, class_map=True, overlay="png")
+
+    assert result.class_map.shape == expected.shape
+    assert (result.class_map != expected).mean() < 0.002  # cells in which two classes are nearly equal
+    shares = {p.class_index: p.area for p in result.predictions}
+    assert shares == pytest.approx({int(i): (expected == i).mean() for i in np.unique(expected)}, abs=0.002)
+    (explanation,) = result.explanations
+    assert explanation.target.label == result.predictions[0].label
+    assert explanation.overlay
+    assert explanation.verdict != "ZERO_GRADIENT"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_map_of_the_largest_class_equals_that_of_autograd(family, folders, loaded):
+    model = loaded(family)
+    image = images.fit(photo("coffee"), model.info.preprocess)[0]
+    pass_ = Pass(model.info.name, "cam", image.shape[:2], (model.info.default_layer,))
+    (row,) = Engine({model.info.name: model}).run(pass_, [Row(image, RankTarget(0), (call("gradcam"),))])
+
+    inputs = normalise(torch.from_numpy(image[None]), model.info.preprocess)
+    inputs = inputs.flip(1) if family in BLUE_FIRST else inputs
+    plain, truth = (
+        gradcam_by_hand(family, folders[family], model.info.default_layer, inputs.to(precision), row.target)
+        for precision in (torch.float32, torch.float64)
+    )
+    assert row.target.index == np.bincount(row_winners(model, image).ravel()).argmax()
+    assert error_ratio(row.maps[0][0], plain, truth) <= 1
+
+
+def row_winners(model, image):
+    row = Row(image, RankTarget(0), class_map=True)
+    (result,) = Engine({model.info.name: model}).run(Pass(model.info.name, "score", image.shape[:2]), [row])
+    return result.class_map
+
+
+def gradcam_by_hand(family, folder, layer, image, target):
+    """Compute the map of a class over its own part by autograd and the paper's formula, on transformers' own model."""
+    network, captured = transformers_model(family, folder, image.dtype), []
+
+    def keep(_module, _args, output):
+        captured.append(output)
+        output.retain_grad()
+
+    with network.get_submodule(layer).register_forward_hook(keep):
+        output = network(image.clone().requires_grad_())
+    if family in UNIVERSAL:
+        masks, classes = output.masks_queries_logits, output.class_queries_logits
+        if family == "mask2former":
+            masks = torch.nn.functional.interpolate(masks, (384, 384), mode="bilinear", align_corners=False)
+        scores = torch.einsum("qc,qhw->chw", classes[0].softmax(-1)[:, :-1], masks[0].sigmoid()).log()
+    else:
+        scores = output.logits[0]
+    scores[target.index][torch.from_numpy(target.mask)].mean().backward()
+    gradients = captured[-1].grad
+    return (gradients.mean((2, 3), keepdim=True) * captured[-1].detach()).sum(1)[0]
+
+
+@pytest.mark.parametrize("family", UNIVERSAL)
+@pytest.mark.parametrize("name", ["chelsea", "rocket"])
+def test_instances_are_those_of_transformers_with_boxes_around_their_masks(family, name, folders, served):
+    processor, output = output_of_transformers(family, folders[family], photo(name))
+    (expected,) = processor.post_process_instance_segmentation(output, threshold=0, return_binary_maps=True)
+    with camserve.Client(served) as client:
+        result = client.explain(PHOTOS[name], model=f"{family}_instances", max_predictions=100, overlay="png")
+
+    found = {(p.class_index, round(p.score, 4)): p.box for p in result.predictions}
+    info = [(segment["label_id"], round(segment["score"], 4)) for segment in expected["segments_info"]]
+    height, width = photo(name).shape[:2]
+    assert [p.score for p in result.predictions] == sorted((p.score for p in result.predictions), reverse=True)
+    assert len(result.predictions) == len(info)
+    assert {label for label, _ in found} == {label for label, _ in info}
+    for (label, score), mask in zip(info, expected["segmentation"], strict=True):
+        box = next(box for key, box in found.items() if key[0] == label and abs(key[1] - score) < 2e-4)
+        rows, columns = (np.flatnonzero(mask.any(axis).numpy()) for axis in (1, 0))
+        cell = max(height / mask.shape[0], width / mask.shape[1])
+        assert box.top == pytest.approx(rows[0] * height / mask.shape[0], abs=1.5 * cell)
+        assert box.bottom == pytest.approx((rows[-1] + 1) * height / mask.shape[0], abs=1.5 * cell)
+        assert box.left == pytest.approx(columns[0] * width / mask.shape[1], abs=1.5 * cell)
+        assert box.right == pytest.approx((columns[-1] + 1) * width / mask.shape[1], abs=1.5 * cell)
+    assert result.explanations[0].target.label == result.predictions[0].label
+    assert result.explanations[0].overlay
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_region_and_class_name_a_segment_of_any_family(family, served):
+    box = camserve.Box(100, 50, 220, 160)
+    with camserve.Client(served) as client:
+        whole, part = client.explain(
+            PHOTOS["chelsea"], model=family, methods=["hirescam"], heatmap=True,
+            targets=[camserve.segment("thing 1", camserve.Box(0, 0, 451, 300)), camserve.segment("thing 1", box)],
+        ).explanations  # fmt: skip
+    assert whole.target.label == part.target.label == "thing 1"
+    assert not np.array_equal(whole.heatmap, part.heatmap)
+
+
+def test_probability_of_a_query_based_class_is_its_share_of_all_scores(folders, served):
+    """The logarithm of a score serves as logit, so that the softmax of the classes gives their shares."""
+    processor, output = output_of_transformers("maskformer", folders["maskformer"], photo("chelsea"))
+    (part,) = processor.post_process_semantic_segmentation(output, return_segmentation_scores=True)
+    shares = part.segmentation_scores / part.segmentation_scores.sum(0)
+    winner = part.segmentation.flatten().bincount().argmax()
+    with camserve.Client(served) as client:
+        first = client.explain(PHOTOS["chelsea"], model="maskformer").predictions[0]
+
+    assert first.class_index == winner
+    assert first.probability == pytest.approx(float(shares[winner][part.segmentation == winner].mean()), abs=1e-3)
+
+
+def test_model_that_takes_blue_first_gets_the_photo_in_that_order(folders, loaded):
+    model = loaded("mobilevit")
+    processor = hf.AutoImageProcessor.from_pretrained(folders["mobilevit"])
+    pixels = photo("chelsea")
+    prepared = processor(images=Image.fromarray(pixels), return_tensors="pt")["pixel_values"]
+    image = images.fit(pixels, model.info.preprocess)[0]
+    inputs = normalise(torch.from_numpy(image[None]), model.info.preprocess)
+
+    assert (inputs.flip(1) - prepared).abs().max() < 2 / 255
+    with torch.no_grad():
+        ours = model.module(inputs).logits
+        theirs = transformers_model("mobilevit", folders["mobilevit"])(inputs.flip(1)).logits
+    torch.testing.assert_close(ours, theirs)
