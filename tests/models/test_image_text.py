@@ -214,6 +214,58 @@ def test_every_method_explains_a_text_or_says_what_is_missing(kind, loaded):
     assert refused.keys() == NO_RELU
 
 
+def grad_eclip_by_hand(folder, pixels, texts, precision):
+    """Return Grad-ECLIP's map for the first text, by hooks on transformers' own modules."""
+    net = hf.AutoModel.from_pretrained(folder, dtype=precision).eval()
+    kept = {}
+
+    def keep(name):
+        def hook(_module, args, output):
+            kept[name] = output if name != "out_proj" else args[0]
+            if kept[name].requires_grad:
+                kept[name].retain_grad()
+
+        return hook
+
+    attention = net.vision_model.encoder.layers[-1].self_attn
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        attention.get_submodule(name).register_forward_hook(keep(name))
+    tokens = tokens_of(hf.AutoProcessor.from_pretrained(folder), texts)
+    net(pixel_values=pixels.to(precision).requires_grad_(), **tokens).logits_per_image[0, 0].backward()
+    query, key, value = (kept[name][0].detach().numpy() for name in ("q_proj", "k_proj", "v_proj"))
+    weights = kept["out_proj"].grad[0, 0].numpy()
+    norms = np.linalg.norm(key[1:], axis=1) * np.linalg.norm(query[0])
+    cosines = key[1:] @ query[0] / norms
+    loosened = (cosines - cosines.min()) / (cosines.max() - cosines.min())
+    return np.maximum(loosened * (value[1:] @ weights), 0).reshape(6, 6)
+
+
+def test_grad_eclip_equals_the_formula_on_transformers_own_modules(zoo, loaded):
+    model, image = loaded["clip"], noise(8, SIDE)
+    (found,) = explain(model, image, asked(model, [TextTarget("a red photo")], (), ["gradeclip"])).explanations
+    plain, truth = (grad_eclip_by_hand(zoo["clip"], inputs(model, image), ["a red photo"], each) for each in PRECISIONS)
+
+    assert (found.heatmap > 0).any()
+    assert error_ratio(found.heatmap, plain, truth) <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grad_eclip_of_a_batch_equals_that_of_each_row(kind, loaded):
+    model, pictures = loaded[kind], [noise(seed, SIDE) for seed in (1, 2)]
+    embeddings = embedded(model, ["cat", "dog"])
+    rows = [
+        Row(picture, TextTarget(text, embeddings[text]), (call("gradeclip"),))
+        for picture in pictures
+        for text in embeddings
+    ]
+    together = run(model, rows, (), "last")
+    alone = [run(model, [row], (), "last")[0] for row in rows]
+
+    assert all(gap(a.maps[0][0], b.maps[0][0]) < 1e-4 for a, b in zip(together, alone, strict=True))
+    assert len({float(result.maps[0][0].sum()) for result in together}) == 4
+    assert not any(result.zero_gradient[0] for result in together)
+
+
 # --- the pass over texts, and the cache ---
 
 

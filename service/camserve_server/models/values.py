@@ -18,6 +18,7 @@ Kind: TypeAlias = Literal[
     "deconvnet",
     "attention",
     "each",
+    "last",
     "bias",
     "inspect",
     "features",
@@ -27,7 +28,8 @@ Kind: TypeAlias = Literal[
 
 score: logits only. cam: a layer's feature maps and gradients. curvature: second derivatives too. saliency: the gradient
 at the input. guided, deconvnet: the same with another backward rule for each ReLU. attention: the attention of every
-block, and its gradients. each: the same, with gradients of each block's own score. bias: the gradients at the input and
+block, and its gradients. each: the same, with gradients of each block's own score. last: the queries, keys and values
+of the last attention, and the gradient at its output. bias: the gradients at the input and
 at every bias. inspect: statistics of every layer. features: a layer's feature maps and Grad-CAM's weights for them.
 text: the embeddings of texts, without images.
 """
