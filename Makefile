@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTO_VENV := .venv-protos
 RAY_VENV := .venv-ray
+YOLO_VENV := .venv-yolo
 PROTO_BIN := $(PROTO_VENV)/bin
 TRITON_VENV := .venv-triton
 TRITON_NEEDS := tests/e2e/requirements-triton.txt
@@ -16,7 +17,7 @@ BASE ?= origin/main
 MINUTES ?= 10
 TIMES ?= 3
 
-.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray soak check bench bench-diff bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision
+.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo soak check bench bench-diff bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision
 
 setup: $(VENV)/.done  ## create the .venv with all dependencies
 
@@ -136,6 +137,16 @@ $(RAY_VENV)/.done: pyproject.toml constraints.txt
 test-ray: $(RAY_VENV)/.done  ## run the tests on a Ray cluster of this machine, in a venv of their own: some minutes
 	$(RAY_VENV)/bin/python -m pytest tests/e2e/test_ray.py -s
 
+# Ultralytics is AGPL-3.0: it is installed here alone, and is no dependency. It brings an OpenCV of its own, which has the
+# same module as ours; the headless package of Ultralytics needs ours.
+$(YOLO_VENV)/.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(YOLO_VENV)
+	$(YOLO_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[server,dev]" "ultralytics-opencv-headless>=8.4"
+	touch $@
+
+test-yolo: $(YOLO_VENV)/.done  ## compare examples/yolo.py with Ultralytics, in a venv of its own: a minute or two
+	$(YOLO_VENV)/bin/python -m pytest tests/yolo
+
 soak: setup  ## load a server to saturation for MINUTES=10, and check its responses and resources
 	cd tests && ../$(BIN)/python -m robustness.soak --minutes $(MINUTES)
 
@@ -205,4 +216,4 @@ bench-gpu: setup  ## run the benchmarks on a GPU, offline, and write benchmarks/
 	$(BIN)/python -m benchmarks.gpu --out benchmarks/GPU.md
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) $(TRITON_VENV) $(RAY_VENV) clients/node/node_modules out dist .coverage* .mypy_cache .ruff_cache .pytest_cache .protocheck
+	rm -rf $(VENV) $(PROTO_VENV) $(TRITON_VENV) $(RAY_VENV) $(YOLO_VENV) clients/node/node_modules out dist .coverage* .mypy_cache .ruff_cache .pytest_cache .protocheck

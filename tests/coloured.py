@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from camserve_server.models import Source, TextTower
+from camserve_server.models import KeepAspect, Preprocess, Source, TextTower
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)
 
@@ -36,6 +36,13 @@ class Colours(nn.Module):
         smooth = self.smooth(torch.relu(self.colours(raw)))
         logits = self.head(smooth)
         return {"out": functional.interpolate(logits, images.shape[2:], mode="bilinear", align_corners=False)}
+
+
+def proportional() -> Source:
+    """Return the segmentation model with inputs that keep a photo's proportions, with borders."""
+    resize = KeepAspect(64, 64, multiple=32, fit="pad")
+    preprocess = Preprocess(resize.largest, resize, "bilinear", (0.45,) * 3, (0.225,) * 3)
+    return Source(Colours(), preprocess, ("background", "red", "green"))
 
 
 class Finder(nn.Module):

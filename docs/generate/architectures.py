@@ -2,6 +2,7 @@
 
     python docs/generate/architectures.py               # all architectures: half an hour on two cores
     python docs/generate/architectures.py swin timm:vit # only names that contain a word; the other rows stay
+    python docs/generate/architectures.py hf:           # detectors and segmentation models of transformers
 
 After writing the page, the script fails if an architecture cannot be loaded or explained, if its map is zero, or if the
 map differs from that of a few lines of autograd.
@@ -11,14 +12,18 @@ import gc
 import logging
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import small_transformers
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree  # flattens every output structure that torch knows
 from torchvision import models as zoo
 
 from camserve_server.engine import Engine, normalise
@@ -26,7 +31,8 @@ from camserve_server.engine.values import Row
 from camserve_server.methods.values import MethodCall
 from camserve_server.models import LoadedModel, load, parse
 from camserve_server.models.values import Layout, Pass
-from camserve_server.targets.values import ClassTarget
+from camserve_server.targets import whole
+from camserve_server.targets.values import ClassTarget, RankTarget, SegmentTarget, Target
 
 PAGE = Path(__file__).parent.parent / "architectures.md"
 MAX_DEVIATION = 1e-5
@@ -61,16 +67,19 @@ vit_relpos_small_patch16_rpn_224 vit_base_patch16_rope_reg1_gap_256 samvit_base_
 volo_d1_224 ese_vovnet19b_slim legacy_xception xception41p xcit_nano_12_p16_224
 """.split()  # noqa: SIM905 -- a list would be 160 lines
 
+TRANSFORMERS = (*small_transformers.DETECTORS, *small_transformers.SEGMENTERS, *small_transformers.UNIVERSAL)
+
 SIZE_OPTIONS = {"regnet_y_128gf": "?size=224"}  # 12 GB at its own 384 pixels
 
 TEXT = """\
 # Architectures
 
-Written by `make architectures` ({versions}). Each model has random weights.
-It is explained by Grad-CAM with no layer named, for one class and one image of noise. *Deviation* is the largest
-difference from a reference map at the same layer, as a share of that map's largest value. The reference uses a forward
-hook, `torch.autograd.grad` and the paper's formula in float64. The script fails if a map deviates by more than 1e-5 or
-is zero.
+Written by `make architectures` ({versions}).
+Each model has random weights; those of transformers (`hf:`) are small configurations. Each is explained by Grad-CAM at
+its default layer, for one class or object and one image of noise. *Deviation* is the largest difference from a
+reference map at the same layer, as a share of that map's largest value. The reference uses a forward hook,
+`torch.autograd.grad` and the paper's formula in float64. The script fails if a map deviates by more than 1e-5 or is
+zero.
 
 ## How the layer is chosen
 
@@ -104,6 +113,7 @@ the one that most of them show. Any other layer is refused, with the reason:
 | outputs of poolings, heads and squeezes; queries and keys per head | no grid over the image |
 | hidden layers of a Mixer's token mixing; the states of a state space | neither the shape nor the run shows a grid |
 | layers after the last norm through which patches reach a class token | every gradient there is zero |
+| the decoder of a DETR, and the queries of a Mask2Former | one token per object, not per place |
 
 ## Differences from timm's preprocessing
 
@@ -140,7 +150,7 @@ class Explanation:
 def names() -> list[str]:
     """Return the model specs of all architectures."""
     torchvision_names = [f"torchvision:{name}{SIZE_OPTIONS.get(name, '')}" for name in zoo.list_models(module=zoo)]
-    return [*torchvision_names, *(f"timm:{name}" for name in TIMM)]
+    return [*torchvision_names, *(f"timm:{name}" for name in TIMM), *(f"hf:{name}" for name in TRANSFORMERS)]
 
 
 def examine(name: str) -> Explanation:
@@ -150,7 +160,7 @@ def examine(name: str) -> Explanation:
         ConfigError: the model cannot be loaded.
         ArithmeticError: the map is zero, or differs from autograd's.
     """
-    model = load(parse(f"{name}{'&' if '?' in name else '?'}weights=none"))
+    model = load_random(name)
     info = model.info
     layer = info.layers[info.default_layer]
     if layer.layout is None:
@@ -158,7 +168,7 @@ def examine(name: str) -> Explanation:
     image = np.random.default_rng(0).integers(0, 256, (*info.preprocess.size, 3), np.uint8)
     (result,) = Engine({info.name: model}).run(
         Pass(info.name, "cam", info.preprocess.size, (layer.name,)),
-        [Row(image, ClassTarget(CLASS_INDEX), (MethodCall("gradcam"),))],
+        [Row(image, target_for(model), (MethodCall("gradcam"),))],
     )
     heatmap, expected = result.maps[0][0].astype(np.float64), oracle(model, image, layer.layout)
     if not np.abs(expected).max() > 0:
@@ -170,19 +180,44 @@ def examine(name: str) -> Explanation:
     return Explanation(name, layer.name, layer.layout, explainable, deviation)
 
 
+def load_random(name: str) -> LoadedModel:
+    """Load a model with random weights; one of transformers as a small configuration saved in a folder."""
+    source, _, arch = name.partition(":")
+    if source != "hf":
+        return load(parse(f"{name}{'&' if '?' in name else '?'}weights=none"))
+    with tempfile.TemporaryDirectory() as folder:
+        return load(parse(f"hf:{small_transformers.save(arch, Path(folder))}"))
+
+
+def target_for(model: LoadedModel) -> Target:
+    """Return a class of a classifier, a class all over a segmentation, or the most certain object of a detector."""
+    everywhere = SegmentTarget(0, whole(model.info.preprocess.size))
+    return {"segment": everywhere, "detect": RankTarget(0)}.get(model.info.task, ClassTarget(CLASS_INDEX))
+
+
+def score(model: LoadedModel, output: Any) -> torch.Tensor:
+    """Return the score of that target in the output of a model."""
+    if model.info.task == "detect":
+        best: torch.Tensor = output[0]["scores"].max()
+        return best
+    logits: torch.Tensor = output["out"] if isinstance(output, dict) and "out" in output else output
+    logits = getattr(logits, "logits", logits)
+    return logits[0, 0].mean() if model.info.task == "segment" else logits[0, CLASS_INDEX]
+
+
 def oracle(model: LoadedModel, image: np.ndarray, layout: Layout) -> np.ndarray:
     """Compute Grad-CAM [h,w] in float64 in the simplest way: a leaf at the layer, and autograd."""
     leaves: list[torch.Tensor] = []
 
     def make_leaf(_module: nn.Module, _args: object, output: object) -> object:
-        first = output[0] if isinstance(output, tuple | list) else output
+        (first, *others), structure = pytree.tree_flatten(output)
         leaves[:] = [first.detach().requires_grad_()]
         clone = leaves[0].clone(memory_format=torch.contiguous_format)
-        return type(output)([clone, *output[1:]]) if first is not output else clone
+        return pytree.tree_unflatten([clone, *others], structure)
 
     handle = model.module.get_submodule(model.info.default_layer).register_forward_hook(make_leaf)
-    logits = model.module(normalise(torch.from_numpy(image)[None], model.info.preprocess))
-    (gradient,) = torch.autograd.grad(logits[0, CLASS_INDEX], leaves)
+    output = model.module(normalise(torch.from_numpy(image)[None], model.info.preprocess))
+    (gradient,) = torch.autograd.grad(score(model, output), leaves)
     handle.remove()
     return formula(leaves[0].detach(), gradient, layout)
 
@@ -193,7 +228,8 @@ def formula(activations: torch.Tensor, gradients: torch.Tensor, layout: Layout) 
     if layout.axes == "nchw":
         a, g = a.transpose(1, 2, 0), g.transpose(1, 2, 0)
     elif layout.axes == "tokens":
-        a, g = (tokens[layout.prefix :].reshape(layout.height, layout.width, -1) for tokens in (a, g))
+        cells = slice(layout.prefix, layout.tokens - layout.suffix)
+        a, g = (tokens[cells].reshape(layout.height, layout.width, -1) for tokens in (a, g))
     return a @ g.mean((0, 1))
 
 
@@ -207,9 +243,11 @@ def write(rows: dict[str, str]) -> None:
     """Write the page, with the rows in the order of `names`."""
     import timm  # noqa: PLC0415 -- only for its version
     import torchvision  # noqa: PLC0415 -- the same
+    import transformers  # noqa: PLC0415 -- the same
 
     table = [rows[name] for name in names() if name in rows]
-    versions = f"torch {torch.__version__}, torchvision {torchvision.__version__}, timm {timm.__version__}"
+    versions = f"torch {torch.__version__}, torchvision {torchvision.__version__}"
+    versions += f", timm {timm.__version__}, transformers {transformers.__version__}"
     worst = max((row.split("|")[-2].strip() for row in table), key=float, default="0")
     text = TEXT.format(versions=re.sub(r"\+\w+", "", versions), count=len(table), worst=worst)
     PAGE.write_text(text + "\n".join(table) + "\n", encoding="utf-8")

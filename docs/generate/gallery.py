@@ -77,6 +77,8 @@ def draw(client: camserve.Client, method: str, photos: dict[str, object], reques
 
 def cell(method: str, notes: dict[str, str]) -> str:
     """Return a method's cell of the table: its picture, or the reason for its absence."""
+    if "detector" in notes.get(method, ""):
+        return notes[method]
     if method in notes:
         return f"{notes[method]}; [a transformer has](#{HEADING.removeprefix('## ').lower().replace(' ', '-')})"
     return f"![{method}](images/gallery/{method}.jpg)"

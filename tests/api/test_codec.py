@@ -27,6 +27,7 @@ from camserve_server.targets.values import (
     ContrastTarget,
     DetectionTarget,
     FinerTarget,
+    MaskTarget,
     ProbabilityTarget,
     RankTarget,
     SegmentTarget,
@@ -76,6 +77,7 @@ MODELS = {
     "numbers": replace(model("numbers"), task="regress"),
     "pixels": replace(model("pixels", ["background", "cat", "dog", "sky"]), task="segment"),
     "boxes": replace(model("boxes", ["background", "cat", "dog", "sky"]), task="detect"),
+    "scales": replace(model("scales"), task="detect", pyramid=("stem", "features")),
     "vectors": replace(model("vectors"), task="embed"),
     "pairs": replace(model("pairs"), task="embed", text=TextHead(100.0, 0.0, exclusive=True, length=4)),
     "apart": replace(
@@ -130,6 +132,16 @@ def detection(value, **edges):
     box = explain_pb2.Box(**({"left": 1, "top": 2, "right": 20, "bottom": 30} | edges)) if edges else None
     name = explain_pb2.ClassName(class_index=value)
     return {"model": "boxes", "targets": [explain_pb2.Target(detection={"class_name": name, "box": box})]}
+
+
+def model_for(name):
+    """Return the name of a model that a method explains."""
+    return "boxes" if METHODS[name].tasks == ("detect",) else "resnet50"
+
+
+def masked(mask, **fields):
+    name = explain_pb2.ClassName(class_index=1)
+    return explain_pb2.Target(segment=explain_pb2.Segment(class_name=name, mask=mask, **fields))
 
 
 def similarity(image=b"photo"):
@@ -270,6 +282,30 @@ WRONG = {
     ),
     "layer named twice": ({"layers": ["stem", "stem"]}, InvalidArgument, "layers", ["twice"]),
     "empty layer name": ({"layers": [""]}, NotFound, "layers[0]", ["features"]),
+    "pyramid of a classifier": (
+        {"layers": ["pyramid"]},
+        FailedPrecondition,
+        "layers[0]",
+        ["resnet50 has no pyramid", "it is no detector", 'the default is "features"'],
+    ),
+    "pyramid of a detector with one scale": (
+        {"model": "boxes", "layers": ["pyramid"]},
+        FailedPrecondition,
+        "layers[0]",
+        ["boxes has no pyramid", "its objects come from one grid"],
+    ),
+    "pyramid and another layer": (
+        {"model": "scales", "layers": ["features", "pyramid"]},
+        InvalidArgument,
+        "layers",
+        ["name no layer beside it"],
+    ),
+    "pyramid named twice": (
+        {"model": "scales", "layers": ["pyramid", "pyramid"]},
+        InvalidArgument,
+        "layers",
+        ["name no layer beside it"],
+    ),
     "unknown label": (
         {"targets": [index(0), label("egyptian_catt")]},
         NotFound,
@@ -422,6 +458,12 @@ WRONG |= {
         "targets[0].contrast",
         ["boxes returns boxes: explain an object with detection(...)"],
     ),
+    "drise of a classifier": (
+        {"methods": [method("gradcam"), method("drise")]},
+        FailedPrecondition,
+        "methods[1].name",
+        ["drise needs a detector, and resnet50 is none"],
+    ),
     "a segment of a classifier": (
         {**segment(1), "model": "resnet50"},
         FailedPrecondition,
@@ -527,6 +569,18 @@ WRONG |= {
         ["left is 20, and right is 20: the box is empty"],
     ),
     "a box without numbers": (segment(1, top=math.nan), InvalidArgument, "targets[0].segment.region.top", ["nan"]),
+    "an empty mask": (
+        {"model": "pixels", "targets": [masked(b"")]},
+        InvalidArgument,
+        "targets[0].segment.mask",
+        ["the mask is empty: responses leave its file out"],
+    ),
+    "a mask and a region": (
+        {"model": "pixels", "targets": [masked(b"mask", region=explain_pb2.Box(right=1, bottom=1))]},
+        InvalidArgument,
+        "targets[0].segment.mask",
+        ["a region or a mask, not both"],
+    ),
     "a segment of no class": (
         {"model": "pixels", "targets": [explain_pb2.Target(segment=explain_pb2.Segment())]},
         InvalidArgument,
@@ -558,6 +612,31 @@ def test_every_limit_on_requests_can_be_lowered_by_the_operator():
         with pytest.raises(InvalidArgument) as caught:
             ask(low, **fields)
         assert caught.value.field == field
+
+
+@pytest.mark.parametrize("layers", [[], ["pyramid"]])
+@pytest.mark.parametrize(
+    ("fusion", "expected"), [(explain_pb2.FUSION_UNSPECIFIED, "sum"), (explain_pb2.FUSION_MAX, "max")]
+)
+def test_layers_of_a_pyramid_are_all_scales_in_one_map(layers, fusion, expected):
+    job = ask(model="scales", layers=layers, fusion=fusion).job
+
+    assert (job.layers, job.fusion, job.pyramid) == (("stem", "features"), expected, True)
+    assert job.explanations == 1
+
+
+def test_layers_of_a_pyramid_named_one_by_one_have_a_map_each():
+    job = ask(model="scales", layers=["stem", "features"]).job
+
+    assert (job.layers, job.fusion, job.pyramid) == (("stem", "features"), None, False)
+    assert job.explanations == 2
+
+
+def test_module_named_pyramid_is_a_layer():
+    net = replace(NET, layers={**NET.layers, "pyramid": layer("pyramid", Layout("nchw", 7, 7))})
+    order = codec.read_explanation(explain_pb2.ExplainRequest(layers=["pyramid"]), {"net": net}, Limits())
+
+    assert (order.job.layers, order.job.fusion, order.job.pyramid) == (("pyramid",), None, False)
 
 
 def test_methods_and_layers_of_one_pass_cost_one_row_for_each_target():
@@ -673,7 +752,7 @@ NUMBERS = {
     "rendering.regions.quantile": (0, 1, lambda v: rendering(regions={"quantile": v})),
     "rendering.regions.mass": (0, 1, lambda v: rendering(regions={"mass": v})),
     "rendering.regions.max_regions": (1, 64, lambda v: rendering(regions={"max_regions": v})),
-    "fusion": (0, 3, lambda v: {"fusion": v}),
+    "fusion": (0, 4, lambda v: {"fusion": v}),
 }
 ZERO_IS_ABSENT = {"rendering.max_side", "rendering.quality"}
 SAME_CLASS = {
@@ -726,7 +805,7 @@ def test_number_is_accepted_only_within_its_range(path, value):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 5e-324, 2.0**63, -0.0])
 def test_any_number_is_accepted_or_refused_by_a_parameter(parameter, value):
     name = next(name for name in METHODS if parameter in METHODS[name].parameters)
-    request = {"methods": [method(name, **{parameter.name: value})]}
+    request = {"model": model_for(name), "methods": [method(name, **{parameter.name: value})]}
     whole = not parameter.integer or (math.isfinite(value) and value == int(value))
     if parameter.minimum <= value <= parameter.maximum and whole:
         assert ask(**request).job.calls[0].parameters[parameter.name] == value
@@ -811,6 +890,7 @@ def test_embedding_has_no_predictions_and_a_similarity_target():
         ("resnet50", FinerTarget(1, (0, 2), 0.5), finer(1, 0, 2, weight=0.5)),
         ("rich", SimilarityTarget(), similarity(b"")),
         ("pixels", SegmentTarget(1), segment(1)["targets"][0]),
+        ("pixels", MaskTarget(1, mask=np.ones((2, 2), bool)), masked(b"")),
         (
             "pixels",
             SegmentTarget(1, Box(48, 112, 96, 168)),
@@ -986,9 +1066,10 @@ def unfilled(message, *, but=()):
 
 
 def test_model_description_is_complete():
-    described = codec.describe_model(replace(NET, version=2))
+    described = codec.describe_model(replace(NET, version=2, pyramid=("stem", "features")))
 
     assert unfilled(described, but=["accepts_texts"]) == []
+    assert described.pyramid == ["stem", "features"]
     assert described.version == 2
     assert (described.input_height, described.input_width) == (224, 192)
     assert (described.name, described.source, described.weights) == ("resnet50", "timm:resnet50", "default")
@@ -1017,7 +1098,7 @@ def test_method_description_is_complete(name):
     assert described.kind == codec.kind_of(METHODS[name]) != models_pb2.METHOD_KIND_UNSPECIFIED
     assert not described.summary.endswith(".")
     assert [each.name for each in described.parameters] == [each.name for each in METHODS[name].parameters]
-    job = ask(methods=[method(name)], top_k=1).job
+    job = ask(model=model_for(name), methods=[method(name)], top_k=1).job
     job = replace(job, model=replace(job.model, preprocess=replace(job.model.preprocess, size=(224, 224))))
     if not needs_channels(METHODS[name]):  # that pass is not counted which says what the model predicts
         assert described.rows == max(1, job.rows - (job.calls[0] not in job.clean))
@@ -1105,8 +1186,6 @@ def test_reading_a_request_does_not_change_it():
     assert request.SerializeToString(deterministic=True) == before
 
 
-def test_image_of_a_similarity_target_is_not_remembered():
-    def target():
-        return explain_pb2.Target(similarity=explain_pb2.Similarity(image=b"other"))
-
-    assert ask(model="vectors", targets=[target()]).job is not ask(model="vectors", targets=[target()]).job
+@pytest.mark.parametrize(("model_", "make"), [("vectors", similarity), ("pixels", lambda: masked(b"mask"))])
+def test_image_of_a_target_is_not_remembered(model_, make):
+    assert ask(model=model_, targets=[make()]).job is not ask(model=model_, targets=[make()]).job

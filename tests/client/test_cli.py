@@ -595,6 +595,15 @@ def test_similarity_target_is_the_path_of_the_other_photo() -> None:
     assert asked.image == "other.jpg"
 
 
+def test_mask_target_is_a_class_and_the_path_of_the_mask() -> None:
+    asked = cli._parse_target("mask:tiger cat@masks/a@b.png")
+
+    assert isinstance(asked, camserve.Mask)
+    assert (asked.why, asked.image) == ("tiger cat", "masks/a@b.png")
+    with pytest.raises(click.BadParameter, match=r"'cat' is not CLASS@MASK\.png"):
+        cli._parse_target("mask:cat")
+
+
 @pytest.mark.parametrize("text", ["segment:cat@1,2,3", "detection:dog@a,b,c,d"])
 def test_invalid_box_is_reported(text: str) -> None:
     with pytest.raises(click.BadParameter, match="LEFT,TOP,RIGHT,BOTTOM"):

@@ -186,6 +186,7 @@ def test_methods_are_names_pairs_or_values(methods: Any, expected: Any) -> None:
             camserve.segment(8, (1, 2, 3, 4)),
             [{"segment": {"class_name": {"class_index": 8}, "region": BOX}}],
         ),
+        (camserve.mask("cat", b"mask"), [{"segment": {"class_name": {"label": "cat"}, "mask": "bWFzaw=="}}]),
         (camserve.detection("dog"), [{"detection": {"class_name": {"label": "dog"}}}]),
         (
             camserve.detection("dog", camserve.Box(1, 2, 3, 4)),
@@ -232,7 +233,7 @@ def test_one_layer_needs_no_list() -> None:
         ({"regions": camserve.RegionOptions(mass=-1)}, "rendering.regions.mass"),
         ({"regions": camserve.RegionOptions(max_regions=0)}, "rendering.regions.max_regions"),
         ({"regions": camserve.RegionOptions(quantile=0.5, mass=0.5)}, "rendering.regions.quantile"),
-        ({"fusion": "sum"}, "fusion"),
+        ({"fusion": "best"}, "fusion"),
         ({"targets": -1}, "targets[0]"),
         ({"targets": [1, 2**32]}, "targets[1]"),
         ({"targets": [True]}, "targets[0]"),
@@ -247,6 +248,14 @@ def test_one_layer_needs_no_list() -> None:
         ({"targets": camserve.detection("a", 7)}, "targets[0].detection.box"),
         ({"targets": camserve.similarity("no/such.jpg")}, "targets[0].similarity.image"),
         ({"targets": camserve.similarity(b"")}, "targets[0].similarity.image"),
+        ({"targets": camserve.mask(-1, b"mask")}, "targets[0].segment.class_name"),
+        ({"targets": camserve.mask(1, b"")}, "targets[0].segment.mask"),
+        ({"targets": camserve.mask(1, "no/such.png")}, "targets[0].segment.mask"),
+        ({"targets": camserve.mask(1, 7)}, "targets[0].segment.mask"),
+        ({"targets": camserve.mask(1, np.zeros((4, 4, 3), np.uint8))}, "targets[0].segment.mask"),
+        ({"targets": camserve.mask(1, np.zeros((4, 4)))}, "targets[0].segment.mask"),
+        ({"targets": camserve.mask(1, np.zeros((0, 4), bool))}, "targets[0].segment.mask"),
+        ({"targets": camserve.mask(1, Image.new("RGB", (4, 4)))}, "targets[0].segment.mask"),
         ({"methods": ("a", {"n": [1]})}, "methods.n"),
     ],
 )
@@ -404,11 +413,23 @@ def test_resolved_target_can_be_requested_again(target: Any) -> None:
     assert explanation(resolved_target=sent).resolved == target
 
 
-def test_old_server_and_similarity_give_no_resolved_target() -> None:
+def test_old_server_similarity_and_mask_give_no_resolved_target() -> None:
     (sent,) = _codec.ExplainRequestBuilder(targets=camserve.similarity(b"photo")).request().targets
+    (masked,) = _codec.ExplainRequestBuilder(targets=camserve.mask(1, b"mask")).request().targets
+    masked.segment.mask = b""  # as in responses
 
     assert explanation().resolved is None
     assert explanation(resolved_target=sent).resolved is None
+    assert explanation(resolved_target=masked).resolved is None
+
+
+@pytest.mark.parametrize("mask", [np.eye(5, dtype=bool), np.eye(5, dtype=np.uint8) * 3, Image.fromarray(np.eye(5) > 0)])
+def test_mask_is_sent_as_a_png_of_one_bit(mask: Any) -> None:
+    (sent,) = _codec.ExplainRequestBuilder(targets=camserve.mask(1, mask)).request().targets
+    image = Image.open(io.BytesIO(sent.segment.mask))
+
+    assert (image.format, image.mode) == ("PNG", "1")
+    np.testing.assert_array_equal(np.asarray(image), np.eye(5) > 0)
 
 
 @pytest.mark.parametrize("option", ["fusion", "profile", "sign"])

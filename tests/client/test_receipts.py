@@ -150,7 +150,7 @@ def test_invalid_receipt_is_refused_with_a_reason(text: Any, words: str) -> None
         ("eigen_smoothing", 1, "must be true or false, not 1"),
         ("layers", "layer4", 'must be a list of names, not "layer4"'),
         ("layers", [4], "must be a list of names, not [4]"),
-        ("fusion", "sum", 'must be null, mean, max, product, not "sum"'),
+        ("fusion", "best", 'must be null, mean, max, product, sum, not "best"'),
         ("target", {"klass": 3}, "must be a target"),
         ("target", {}, "must be a target, not {} (it names no target)"),
         ("target", [], "must be a target, not [] (it names no target)"),

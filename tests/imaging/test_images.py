@@ -607,3 +607,19 @@ def test_pairs_of_bytes_are_counted_like_bytes_count():
         data = bytes(rng.integers(0xFD, 0x100, size, dtype=np.uint8))
 
         assert images._count_pairs(data, 0xFF, 0xFD) == data.count(b"\xff\xfd")
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4, 8])
+@pytest.mark.parametrize("transparent", [False, True])
+def test_mask_of_any_depth_has_the_pixels_that_are_not_zero(depth, transparent):
+    values = np.arange(16) % 2**depth
+    bits = np.unpackbits(values.astype(np.uint8)[:, None], axis=1)[:, -depth:]
+    chunks = {"IHDR": struct.pack(">IIBBBBB", 16, 1, depth, 0, 0, 0, 0)}
+    chunks |= {"tRNS": struct.pack(">H", 1)} if transparent else {}  # the value 1 is transparent, and in the mask
+    chunks |= {"IDAT": zlib.compress(b"\0" + np.packbits(bits).tobytes()), "IEND": b""}
+    file = b"\x89PNG\r\n\x1a\n"
+    for kind, content in chunks.items():
+        named = kind.encode() + content
+        file += struct.pack(">I", len(content)) + named + struct.pack(">I", zlib.crc32(named))
+
+    np.testing.assert_array_equal(images.decode_mask(file, LIMITS)[0], values > 0)

@@ -21,6 +21,8 @@ from camserve_server.jobs.evaluate import make_metric_input
 from camserve_server.jobs.fuse import fuse_layers
 from camserve_server.methods import METHODS, Scene, formula
 from camserve_server.metrics import METRICS
+from camserve_server.targets import similarity_of_best
+from camserve_server.targets.values import DetectionTarget
 
 PAGE = (Path(__file__).parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
 
@@ -434,6 +436,58 @@ def case_of_rise(name):
     assert_close(actual, sums / masks.sum(0) - mean, 1e-5)
     paper, _ = perturbed(name, given, masked(given), divisor="expected", **options)
     assert_close(paper, sums / (300 * 0.3), 1e-5)
+
+
+def boxes_similarity(one, other):
+    """Intersection over union of two boxes, by counting the cells of a fine grid."""
+    grid = np.arange(0, 40, 0.05) + 0.025
+    one, other = (
+        ((grid >= top) & (grid < bottom))[:, None] & ((grid >= left) & (grid < right))
+        for left, top, right, bottom in (one, other)
+    )
+    return (one & other).sum() / (one | other).sum()
+
+
+@states("drise")
+def case_of_drise(name):
+    """Objects of two classes move and change with the image; the vectors of classes are written out."""
+    given = scene(name)
+    targets = [(1, (4.0, 2.0, 12.0, 10.0)), (0, (10.0, 5.0, 22.0, 18.0))]
+
+    def objects(image):
+        shift = np.round(np.abs(image[:, ::5, ::6]).mean((1, 2)) * 10) / 2
+        return np.array(
+            [
+                (1, 0.9 * np.exp(-shift[0]), 4 + shift[0], 2, 12, 10 - shift[1] / 2),
+                (1, 0.3, 4, 2 + shift[1], 12.5, 10.5 + shift[1]),
+                (0, 0.8 / (1 + shift[2]), 10, 5, 22 - shift[2], 18),
+                (2, 1.0, 4, 2, 12, 10),  # of neither class
+            ],
+            np.float32,
+        )
+
+    def weights(image, index, box):
+        one_hot = np.eye(3)
+        cosines = [one_hot[index] @ one_hot[int(found[0])] for found in objects(image)]
+        overlaps = [boxes_similarity(box, found[2:]) for found in objects(image)]
+        return max(np.array(overlaps) * cosines * objects(image)[:, 1])
+
+    fixed = [DetectionTarget(index, Box(*box), found=True) for index, box in targets]
+    options = {"samples": 150, "cells": 4}
+    for divisor in ("shown", "expected"):
+        actual, edits = perturbed(
+            name,
+            given,
+            lambda edit: [similarity_of_best(objects(given.image * edit.keep), target) for target in fixed],
+            divisor=divisor,
+            **options,
+        )
+        masks = np.stack([edit.keep for edit in edits]).astype(np.float64)
+        scores = np.array([[weights(given.image * mask, *target) for mask in masks] for target in targets])
+        sums = np.tensordot(scores, masks, 1)
+        expected = sums / masks.sum(0) - scores.mean(1)[:, None, None] if divisor == "shown" else sums / (150 * 0.5)
+        assert np.ptp(scores, 1).min() > 0.02
+        assert_close(actual, expected, 2e-3)  # the boxes' corners are rounded to the fine grid
 
 
 def channel_mask(feature_map):

@@ -201,6 +201,8 @@ def stacked(embeddings, texts):
 def test_every_method_explains_a_text_or_says_what_is_missing(kind, loaded):
     model, refused = loaded[kind], {}
     for name, method in METHODS.items():
+        if method.tasks:  # of detectors only
+            continue
         few = {parameter.name: FEW[parameter.name] for parameter in method.parameters if parameter.name in FEW}
         wanted = asked(model, [TextTarget("a cat"), RankTarget(0)], CLASSES, [call(name, **few)])
         try:

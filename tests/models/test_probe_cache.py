@@ -240,7 +240,7 @@ def test_model_that_changes_its_buffers_is_always_probed(folder, monkeypatch):
 
 def test_only_the_newest_files_are_kept(folder, monkeypatch):
     monkeypatch.setattr(probe_cache, "MAX_FILES", 2)
-    probed = probe_cache.Probed("classify", 2, {}, "", "")
+    probed = probe_cache.Probed("classify", 2, {}, "", "", ())
     for index in range(4):
         probe_cache.store({"index": index}, probed)
         for file in folder.glob("*.json"):  # each file is older than the next one

@@ -17,7 +17,7 @@ from camserve_server.engine.values import Reading, RowResult, Statistics
 from camserve_server.imaging.values import Box, Preprocess
 from camserve_server.models.pickles import CorruptFileError
 from camserve_server.models.values import LayerInfo, Layout, ModelInfo
-from camserve_server.targets.values import ClassTarget, SegmentTarget, SimilarityTarget
+from camserve_server.targets.values import ClassTarget, MaskTarget, SegmentTarget, SimilarityTarget
 from camserve_server.telemetry import Memory
 from camserve_server.workers import Setup, replies, worker
 from camserve_server.workers.messages import Heartbeat, Response
@@ -30,6 +30,7 @@ SHARED = np.arange(6, dtype=np.float32).reshape(2, 3)
 RESULTS = (
     RowResult(SHARED, ClassTarget(3), 0.1, ((SHARED, SHARED.T),), (True,)),
     RowResult(SHARED, SegmentTarget(1, Box(0, 1, 2, 3), SHARED > 2), np.float32(0.5)),
+    RowResult(SHARED, MaskTarget(1, mask=SHARED > 2), 2.5),
     RowResult(
         np.empty((0, 6), np.float32),
         SimilarityTarget(reference=SHARED[0]),

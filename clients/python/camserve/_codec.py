@@ -39,6 +39,7 @@ _FUSIONS: Mapping[str | None, explain_pb2.Fusion.ValueType] = {
     "mean": explain_pb2.FUSION_MEAN,
     "max": explain_pb2.FUSION_MAX,
     "product": explain_pb2.FUSION_PRODUCT,
+    "sum": explain_pb2.FUSION_SUM,
 }
 _FUSION_NAMES = {number: name for name, number in _FUSIONS.items() if name}
 _MAX_EXPLANATIONS = 16 * 16 * 8  # methods × targets × layers of a request
@@ -56,12 +57,15 @@ class ExplainOptions(TypedDict, total=False):
         methods: One method or several, up to 16. Each is a name, a ``Method``, or a pair of name
             and parameters. Default: gradcam.
         targets: One target or several, up to 16: labels, class indices, ``contrast(a, b)``,
-            ``finer(a)``, ``probability(a)``, ``segment(a)``, ``detection(a)``,
+            ``finer(a)``, ``probability(a)``, ``segment(a)``, ``mask(a, image)``, ``detection(a)``,
             ``similarity(image)`` or ``text(a)``. Default: the ``top_k`` most probable classes.
-        layers: One layer or several, up to 8, by name. Default: the model's default layer.
-        fusion: How to combine the maps of several layers into one: "mean", "max" or "product".
-            Each map is first cut at zero, scaled from its minimum and maximum to 0 and 1, and
-            resized bilinearly to the finest grid. Default: None, one map for each layer.
+        layers: One layer or several, up to 8, by name; or "pyramid": all scales of a detector in one
+            map. Default: the pyramid, if the model has one, or else its default layer.
+        fusion: How to combine the maps of several layers into one: "mean", "max", "product" or
+            "sum". Each map is resized bilinearly to the finest grid. For a sum it stays signed, and
+            is divided by the area of its cells; otherwise it is first cut at zero, and scaled from
+            its minimum and maximum to 0 and 1. Default: None, which is "sum" for the pyramid, or
+            else one map for each layer.
         top_k: Number of classes to explain if there are no targets, 1 to 16: the most probable ones;
             for a segmentation the largest ones, for a detector the objects with the highest scores.
             Default: 1.
@@ -330,7 +334,7 @@ def result(response: explain_pb2.ExplainResponse, targets: Sequence[explain_pb2.
     Args:
         response: The server's response.
         targets: The targets of the request. Receipts need them, because a response leaves out the image of a
-            ``similarity``.
+            ``similarity`` and that of a ``mask``.
 
     Raises:
         Internal: The response is invalid, such as a raw map without the declared number of values.
@@ -429,8 +433,10 @@ def _decode_receipt(
 
 
 def _restore_image(resolved: explain_pb2.Target, requested: explain_pb2.Target | None) -> explain_pb2.Target:
-    # The server does not send back the image of a similarity.
-    is_missing = resolved.WhichOneof("kind") == "similarity" and not resolved.similarity.image
+    # The server does not send back the image of a similarity, and sends an empty mask.
+    is_missing = (resolved.WhichOneof("kind") == "similarity" and not resolved.similarity.image) or (
+        resolved.segment.HasField("mask") and not resolved.segment.mask
+    )
     return requested if requested and is_missing else resolved
 
 
@@ -499,9 +505,10 @@ def value(message: explain_pb2.Parameter) -> float | str:
 
 def model(message: models_pb2.Model, labels: Iterable[str] = ()) -> Model:
     """Decode the description of a model."""
-    names = [field.name for field in fields(Model) if field.name not in {"labels", "state"}]
+    names = [field.name for field in fields(Model) if field.name not in {"labels", "state", "pyramid"}]
     values = {name: getattr(message, name) for name in names}
-    return Model(labels=tuple(labels), state=_decode_model_state(message.state), **values)
+    pyramid, state = tuple(message.pyramid), _decode_model_state(message.state)
+    return Model(labels=tuple(labels), state=state, pyramid=pyramid, **values)
 
 
 def _decode_model_state(number: int) -> ModelState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -19,7 +19,9 @@ FORMATS = {".jpg": "jpeg", ".jpeg": "jpeg", ".png": "png", ".webp": "webp"}
 
 _PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I"})
 _DECODED_FORMATS = ("JPEG", "PNG", "WEBP")
+_MASK_MODES = frozenset({"1", "L"})
 _RGB = 3
+_GREY = 2  # axes of an array
 _JPEG_QUALITY = 95
 
 
@@ -123,6 +125,27 @@ def from_array(array: NDArray[Any]) -> bytes:
     if array.dtype != np.uint8 or not has_shape:
         raise _invalid(f"an array must be uint8 [H, W, 3] in RGB, not {array.dtype} {array.shape}")
     return encode(Image.fromarray(np.ascontiguousarray(array)), "png")
+
+
+def mask_file(mask: object) -> bytes:
+    """Encode a mask as a grey PNG; return an empty file for values of other types, such as a path.
+
+    Raises:
+        InvalidArgument: An array is not ``bool`` or ``uint8 [H, W]``, or a PIL image is not of mode "1" or "L".
+    """
+    if isinstance(mask, np.ndarray):
+        return _mask_from_array(cast("NDArray[Any]", mask))
+    if not isinstance(mask, Image.Image):
+        return b""
+    if mask.mode not in _MASK_MODES:
+        raise _invalid(f'a mask must be a PIL image of mode "1" or "L", not "{mask.mode}"')
+    return encode(ImageOps.exif_transpose(mask), "png")
+
+
+def _mask_from_array(array: NDArray[Any]) -> bytes:
+    if array.dtype.name not in ("bool", "uint8") or array.ndim != _GREY or not array.size:
+        raise _invalid(f"a mask must be a bool or uint8 array [H, W], not {array.dtype} {array.shape}")
+    return encode(Image.fromarray(np.ascontiguousarray(array != 0)), "png")
 
 
 def onto_photo(heatmap: NDArray[np.float32], photo: Photo) -> NDArray[np.float32]:

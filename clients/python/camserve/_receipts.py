@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FORMAT = "camserve receipt 1"
 
-FUSIONS = ("mean", "max", "product")
+FUSIONS = ("mean", "max", "product", "sum")
 
 _FORMAT_NAME = FORMAT.rpartition(" ")[0]
 _MAX_SHOWN = 60  # characters of a value in an error message
@@ -50,7 +50,7 @@ class Receipt:
         augmentation_smoothing: True if the map is the mean over augmented copies of the image.
         eigen_smoothing: True if the map is the first principal component instead of the sum.
         layers: Names of the layers; empty for methods that do not use a layer.
-        fusion: "mean", "max" or "product" if the maps of several layers were fused, else None.
+        fusion: "mean", "max", "product" or "sum" if the maps of several layers were fused, else None.
         target: The explained target: the API's message ``Target`` in protobuf's JSON, as the
             server resolved it.
         score: The score of the target.

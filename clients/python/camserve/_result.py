@@ -105,7 +105,7 @@ class Explanation:
 
     Attributes:
         method: Name of the method.
-        layer: Name of the layer, or the names of several fused layers, joined by " + "; empty for
+        layer: Name of the layer, "pyramid", or the names of several fused layers, joined by " + "; empty for
             methods that do not use a layer.
         target: The explained class or object.
         contrast: For a contrast, the class that it was explained against, else None.
@@ -120,7 +120,7 @@ class Explanation:
         overlay_picture: The overlay; None if it was not requested.
         colored_picture: The heatmap alone in colour; None if it was not requested.
         resolved: The target as the server resolved it, to request the same again; None for a
-            ``similarity``, whose image is not sent back.
+            ``similarity`` or a ``mask``, whose image is not sent back.
         intensity: The intensities that are coloured, float32 [H, W], read-only, 0 to 1, at the
             resolution of the model's input; None if they were not requested.
         completeness_error: For methods whose maps must add up to the score minus a baseline's score,
@@ -128,7 +128,7 @@ class Explanation:
             share of it. None for other methods.
         augmentation_smoothing: True if the map is the mean over augmented copies of the image.
         eigen_smoothing: True if the map is the first principal component instead of the sum.
-        fusion: "mean", "max" or "product" if the maps of several layers were fused, else None.
+        fusion: "mean", "max", "product" or "sum" if the maps of several layers were fused, else None.
         receipt_or_none: The receipt, see ``receipt``; None if the server sent none.
         scale: Raw value with the strongest colour, for the option ``scale`` of another request.
             0 if no value is shown, or if no picture, intensity or region was requested.

@@ -72,7 +72,7 @@ def _model_details(model: Model) -> tuple[str, ...]:
         model.task,
         f"{model.classes:,}",
         f"{model.input_height}×{model.input_width}",
-        model.default_layer,
+        "pyramid" if model.pyramid else model.default_layer,
         _shorten_count(model.parameters),
         f"{model.precision} on {model.device}",
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeAlias
 
+from camserve import _picture
 from camserve._checks import invalid
 from camserve._errors import InvalidArgument
 from camserve._picture import Box
@@ -64,6 +65,14 @@ class Segment:
     region: BoxLike | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Mask:
+    """The mean logit of a class over a part of the image that a mask shows."""
+
+    why: ClassLike
+    image: object
+
+
 @dataclass(frozen=True, slots=True)
 class Detection:
     """The score of one detected object."""
@@ -72,7 +81,9 @@ class Detection:
     box: BoxLike | None = None
 
 
-TargetLike: TypeAlias = "str | SupportsIndex | Contrast | Probability | Finer | Similarity | Text | Segment | Detection"
+TargetLike: TypeAlias = (
+    "str | SupportsIndex | Contrast | Probability | Finer | Similarity | Text | Segment | Mask | Detection"
+)
 
 
 def contrast(why: ClassLike, why_not: ClassLike) -> Contrast:
@@ -160,6 +171,18 @@ def segment(why: ClassLike, region: BoxLike | None = None) -> Segment:
     return Segment(why, region)
 
 
+def mask(why: ClassLike, image: object) -> Mask:
+    """Explain a class of a semantic segmentation: its mean logit over a part of any shape.
+
+    Args:
+        why: The class to explain, by label or index.
+        image: The part, as a mask with the height and width of the photo, in which every pixel that is not 0 is in
+            the part: a ``bool`` or ``uint8 [H, W]`` array, a PIL image of mode "1" or "L", or a grey PNG file (a
+            path or bytes).
+    """
+    return Mask(why, image)
+
+
 def detection(why: ClassLike, box: BoxLike | None = None) -> Detection:
     """Explain the score of a detected object.
 
@@ -238,6 +261,17 @@ def _encode_segment(target: Segment, field: str, _read_image: object) -> explain
     return explain_pb2.Target(segment=segment)
 
 
+def _encode_mask(target: Mask, field: str, read_image: Callable[[object], bytes]) -> explain_pb2.Target:
+    field = f"{field}.segment"
+    name = _class_name(target.why, f"{field}.class_name")
+    try:
+        file = _picture.mask_file(target.image) or read_image(target.image)
+    except InvalidArgument as error:
+        reason = next(iter(error.fields.values()), str(error))
+        raise invalid(f"{field}.mask", reason) from error
+    return explain_pb2.Target(segment=explain_pb2.Segment(class_name=name, mask=file))
+
+
 def _encode_detection(target: Detection, field: str, _read_image: object) -> explain_pb2.Target:
     field = f"{field}.detection"
     detection = explain_pb2.Detection(class_name=_class_name(target.why, f"{field}.class_name"))
@@ -253,6 +287,7 @@ _ENCODERS: Mapping[type, Callable[[Any, str, Callable[[object], bytes]], explain
     Similarity: _encode_similarity,
     Text: _encode_text,
     Segment: _encode_segment,
+    Mask: _encode_mask,
     Detection: _encode_detection,
 }
 
@@ -297,7 +332,7 @@ def encode_box(box: object, field: str) -> explain_pb2.Box:
 
 
 def decode(message: explain_pb2.Target) -> TargetLike | None:
-    """Decode the resolved target of a response; None if it is empty, or a similarity, whose image is left out."""
+    """Decode the resolved target of a response; None if it is empty, or its image or mask is left out."""
     decoder = _DECODERS.get(message.WhichOneof("kind") or "")
     return decoder(message) if decoder else None
 
@@ -319,8 +354,10 @@ def _decode_finer(message: explain_pb2.Target) -> Finer:
     return Finer(finer.why.class_index, tuple(class_.class_index for class_ in finer.against), finer.weight)
 
 
-def _decode_segment(message: explain_pb2.Target) -> Segment:
+def _decode_segment(message: explain_pb2.Target) -> Segment | Mask | None:
     segment = message.segment
+    if segment.HasField("mask"):
+        return Mask(segment.class_name.class_index, segment.mask) if segment.mask else None
     region = _decode_box(segment.region) if segment.HasField("region") else None
     return Segment(segment.class_name.class_index, region)
 
@@ -329,7 +366,7 @@ def _decode_detection(message: explain_pb2.Target) -> Detection:
     return Detection(message.detection.class_name.class_index, _decode_box(message.detection.box))
 
 
-_DECODERS: Mapping[str, Callable[[explain_pb2.Target], TargetLike]] = {
+_DECODERS: Mapping[str, Callable[[explain_pb2.Target], TargetLike | None]] = {
     "class_index": _decode_class_index,
     "contrast": _decode_contrast,
     "finer": _decode_finer,

@@ -108,7 +108,7 @@ class Model:
         classes: The number of classes.
         input_height: Height of the input in pixels.
         input_width: Width of the input in pixels.
-        default_layer: The layer that is explained if a request has no layers.
+        default_layer: The layer that is explained if a request has no layers, unless there is a pyramid.
         parameters: The number of parameters.
         precision: "float32", "bfloat16" or "float16".
         device: The device that the model runs on, such as "cpu" or "cuda:0".
@@ -118,6 +118,7 @@ class Model:
         state: State of the model. UNSPECIFIED, from a server that does not report states, means that
             the model answers.
         accepts_texts: True if it compares images with texts: ``texts=`` and ``text(...)`` are for such models.
+        pyramid: The layers of a detector's scales, the finest first; empty without several.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Model:
     version: int = 0
     state: ModelState = ModelState.UNSPECIFIED
     accepts_texts: bool = False
+    pyramid: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

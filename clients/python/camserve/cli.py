@@ -199,6 +199,13 @@ def _parser_with_box(
     return parse
 
 
+def _parse_mask(text: str) -> camserve.TargetLike:
+    class_, _, path = text.partition("@")
+    if not path:
+        raise click.BadParameter(f"{text!r} is not CLASS@MASK.png")
+    return camserve.mask(_parse_class(class_), path)
+
+
 def _parse_edges(text: str) -> tuple[float, float, float, float]:
     try:
         left, top, right, bottom = map(float, text.split(","))
@@ -217,6 +224,7 @@ _TARGET_PARSERS: dict[str, Callable[[str], camserve.TargetLike]] = {
     "similarity": camserve.similarity,
     "text": camserve.text,
     "segment": _parser_with_box(camserve.segment),
+    "mask": _parse_mask,
     "detection": _parser_with_box(camserve.detection),
 }
 
@@ -310,7 +318,8 @@ _layers_option = click.option(
     "layers",
     multiple=True,
     metavar="NAME",
-    help="Layer to explain. Repeatable. Default: the model's default layer.",
+    help='Layer to explain, or "pyramid" for all scales of a detector in one map. Repeatable. Default: the pyramid, if '
+    "there is one, or else the model's default layer.",
 )
 _texts_option = click.option(
     "--text",
@@ -321,7 +330,9 @@ _texts_option = click.option(
     "Default: the labels of the model.",
 )
 _fusion_option = click.option(
-    "--fusion", type=click.Choice(["mean", "max", "product"]), help="Combine the maps of several layers into one."
+    "--fusion",
+    type=click.Choice(["mean", "max", "product", "sum"]),
+    help="Combine the maps of several layers into one.",
 )
 _target_option = click.option(
     "--target",
@@ -360,7 +371,7 @@ _target_option = click.option(
     type=_parse_target,
     metavar="TARGET",
     help='Target: a label, a class index, "tabby vs tiger cat", "finer:tabby", "probability:tabby", "segment:cat", '
-    '"detection:dog@LEFT,TOP,RIGHT,BOTTOM", "similarity:OTHER.jpg" or "text:a cat". Repeatable. '
+    '"mask:cat@MASK.png", "detection:dog@LEFT,TOP,RIGHT,BOTTOM", "similarity:OTHER.jpg" or "text:a cat". Repeatable. '
     "Default: the predicted class.",
 )
 @_texts_option

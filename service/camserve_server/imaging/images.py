@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.nn import functional
 
-from camserve_server.core.arrays import Input, Pixels
+from camserve_server.core.arrays import Input, Mask, Pixels
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
 from camserve_server.imaging.opencv import cv2
@@ -66,6 +66,9 @@ _MAX_CHUNKS = 1 << 16
 # cannot be larger.
 _MAX_EXIF = 1 << 16  # bytes
 _CHANNELS: Mapping[int, int] = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by PNG colour type
+_COLOURS: Mapping[int, str] = {0: "grey", 2: "RGB", 3: "palette", 4: "grey and alpha", 6: "RGB and alpha"}
+_GREY = 0
+_MASK_DEPTH = 8  # bits; of 16 bits OpenCV would keep the upper 8, which are 0 in the masks of some programs
 _MAX_DEFLATE_RATIO = 1032
 _SLICE = 1 << 15  # bytes to inflate at a time
 
@@ -88,13 +91,36 @@ def decode(data: bytes, limits: Limits) -> Pixels:
     """
     kind, size = _check_file(data, limits)
     still = _strip_png(data, size, limits) if kind == "PNG" else data
+    return _read_pixels(still, kind, cv2.IMREAD_COLOR_RGB)
+
+
+def _read_pixels(data: bytes, kind: str, flag: int) -> Pixels:
     try:
-        pixels = cv2.imdecode(np.frombuffer(still, np.uint8), cv2.IMREAD_COLOR_RGB)
+        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
     except cv2.error:
         pixels = None
     if pixels is None:
         raise _broken_file(kind)
     return pixels.astype(np.uint8, copy=False)
+
+
+def decode_mask(data: bytes, limits: Limits) -> Mask:
+    """Decode a grey PNG file, upright: True for the pixels that are not 0.
+
+    Returns:
+        bool [height, width].
+
+    Raises:
+        InvalidArgument: the file is refused as by `decode`, is no PNG, or has colours or more than 8 bits per pixel.
+    """
+    kind, size = _check_file(data, limits)
+    if kind != "PNG":  # around edges a compressed mask would have pixels that are nearly 0
+        raise InvalidArgument(f"a mask must be a PNG file, and this one is a {kind}", field="image")
+    depth, colour = data[24], data[25]
+    if colour != _GREY or depth > _MASK_DEPTH:
+        pixels = f"{_COLOURS.get(colour, 'unknown')} pixels of {depth} bits"
+        raise InvalidArgument(f"a mask must be a grey PNG of at most 8 bits per pixel: it has {pixels}", field="image")
+    return _read_pixels(_strip_png(data, size, limits), kind, cv2.IMREAD_GRAYSCALE) > 0
 
 
 def pixels_of(data: bytes, limits: Limits) -> int:

@@ -107,6 +107,21 @@ Prepare: TypeAlias = Callable[[Pixels, bytes], tuple[Input, Box]]
 """Decoded photo, its file -> the model's input, and the part of the photo that it shows."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Part of a photo, one bit for each pixel, so that it is small next to the photo.
+
+    Attributes:
+        bits: the rows of pixels, packed by `numpy.packbits`, uint8 [height, ceil(width / 8)].
+        width: width of the photo.
+        seen: the part of the photo that the model sees.
+    """
+
+    bits: NDArray[np.uint8]
+    width: int
+    seen: Box
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """Copy of the normalised input [3,H,W]: mirrored, scaled in contrast, noisy, or a window of an enlarged copy.

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, singledispatch
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -34,8 +34,11 @@ from camserve_server.methods import (
 )
 from camserve_server.methods.kinds import Array, itself, single_copy
 from camserve_server.methods.values import Edit, MethodCall
-from camserve_server.models.values import Pass
-from camserve_server.targets import weight_probability
+from camserve_server.models.values import PYRAMID, Pass
+from camserve_server.targets import seen_in, similarity_of_best, weight_probability
+
+if TYPE_CHECKING:
+    from camserve_server.targets.values import DetectionTarget
 
 MapsByMethod: TypeAlias = list[list[LayerMaps]]
 """For each method of a job, its maps on each layer."""
@@ -64,7 +67,7 @@ async def maps_of_method(run: ExplanationRun, call: MethodCall) -> list[LayerMap
     fusion = run.job.fusion
     if fusion is None or len(maps_by_layer) == 1:
         return maps_by_layer
-    return [await run.row_runner.execute(fuse_layers, maps_by_layer, fusion)]
+    return [await run.row_runner.execute(fuse_layers, maps_by_layer, fusion, PYRAMID if run.job.pyramid else "")]
 
 
 async def _run_augmented(run: ExplanationRun, call: MethodCall) -> list[LayerMaps]:
@@ -223,21 +226,27 @@ async def _explore(method: Perturbation, run: ExplanationRun, call: MethodCall, 
     search = method.explore(scene, **call.parameters)
     edits, maps = await execute(next_edits, search, None)
     while maps is None:
-        edits, maps = await execute(next_edits, search, await _scores(run, edits, layer))
+        edits, maps = await execute(next_edits, search, await _scores(method, run, edits, layer))
     return LayerMaps(layer, [RawMap(np.asarray(heatmap, np.float32)) for heatmap in maps])
 
 
-async def _scores(run: ExplanationRun, edits: Sequence[Edit], layer: str) -> Array:
+async def _scores(method: Perturbation, run: ExplanationRun, edits: Sequence[Edit], layer: str) -> Array:
     """Return the scores [n,T] of edits of the image, for every target."""
     scores = np.zeros((len(edits), len(run.targets)), np.float32)
 
     def keep(index: int, result: RowResult) -> None:
-        scores.flat[index] = result.score
+        scores.flat[index] = _similarity(run, result) if method.matches else result.score
 
     rows = [replace(run.row(target), edit=edit) for edit in edits for target in run.targets]
     silences = any(edit.silenced is not None for edit in edits)
     await run.row_runner.run(run.pass_("score", (layer,) if silences else ()), rows, keep)
     return scores
+
+
+def _similarity(run: ExplanationRun, result: RowResult) -> float:
+    """Return the similarity of a row's object, in the views of the run, with the best match that the row detects."""
+    target = seen_in(result.target, run.views, run.job.model.preprocess.size)
+    return similarity_of_best(result.logits, cast("DetectionTarget", target))
 
 
 @run_method.register
@@ -272,7 +281,9 @@ async def _run_product(method: Product, run: ExplanationRun, _call: MethodCall) 
 
 @run_method.register
 async def _run_fused(method: Fused, run: ExplanationRun, _call: MethodCall) -> list[LayerMaps]:
-    layers = run.job.layers if len(run.job.layers) > 1 else pyramid(run.job.model, run.job.layers[0])
+    # An object's score may depend on one scale of a pyramid alone, so that the product of the scales' maps is zero.
+    layers = (run.job.model.default_layer,) if run.job.pyramid else run.job.layers
+    layers = layers if len(layers) > 1 else pyramid(run.job.model, layers[0])
     _, (maps_by_layer,) = await run_job(run.of(default_call(method.of), layers))
     return [await run.row_runner.execute(fuse_layers, maps_by_layer, method.how)]
 

@@ -50,6 +50,7 @@ class Job:
         targets: the targets to explain.
         fusion: the way to fuse the maps of several layers into one; None for one map of each layer.
         class_map: True to return the predicted class of each cell of a segmentation, too.
+        pyramid: True if the layers are the model's pyramid.
     """
 
     model: ModelInfo
@@ -58,6 +59,7 @@ class Job:
     targets: tuple[Target, ...]
     fusion: Fusion | None = None
     class_map: bool = False
+    pyramid: bool = False
 
     def alone(self, call: MethodCall) -> "Job":
         """Return the job of one of its methods."""
@@ -114,7 +116,7 @@ class Explanation:
 
     Attributes:
         call: the method.
-        layer: name of the layer, or the joined names of several; empty for methods of the input.
+        layer: name of the layer, the joined names of several, or PYRAMID; empty for methods of the input.
         target: the explained target, for example a class or a contrast of two classes.
         score: score of the target for the unchanged image, for example a logit or a difference of logits.
         heatmap: the raw map, float32 [h,w], signed, on the layer's grid.

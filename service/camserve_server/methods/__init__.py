@@ -81,6 +81,9 @@ STRIDE = Parameter(
     "stride", "Distance from one window to the next, in the same unit; at most the window.", 0.1, 0.01, 4096
 )
 MASKS = Parameter("samples", "Number of random masks.", 512, 1, 16_000, integer=True)
+# The paper has 5,000. Maps of 2,048 masks correlate 0.95 with its, about as those of rise's 512 with 4,096 do (0.96);
+# maps of 1,024 masks 0.92 and of 512 masks 0.87. Measured with a toy detector of coloured squares.
+DETECTOR_MASKS = replace(MASKS, default=2048)
 CELLS = Parameter("cells", "Number of cells along each side of the image.", 7, 2, 64, integer=True)
 SHOW_PROBABILITY = Parameter("probability", "Probability that a cell is shown.", 0.5, 0.01, 0.99)
 RISE_DIVISOR = Parameter(
@@ -194,6 +197,14 @@ METHODS: dict[str, Method] = {
         "Petsiuk et al. 2018, arXiv:1806.07421",
         perturbation.samples,
         (MASKS, CELLS, SHOW_PROBABILITY, SEED, RISE_DIVISOR),
+    ),
+    "drise": Perturbation(
+        perturbation.drise,
+        "Petsiuk et al. 2021, arXiv:2006.03204",
+        perturbation.samples,
+        (DETECTOR_MASKS, replace(CELLS, default=16), SHOW_PROBABILITY, SEED, RISE_DIVISOR),
+        needs="a detector",
+        matches=True,
     ),
     "scorecam": Perturbation(
         perturbation.scorecam,

@@ -14,7 +14,7 @@ from torch import Tensor
 from camserve_server.core.arrays import Map
 from camserve_server.imaging.values import View
 from camserve_server.methods.values import Edit, Fusion, ParameterValue
-from camserve_server.models.values import Kind
+from camserve_server.models.values import Kind, Task
 
 Parameters: TypeAlias = Mapping[str, ParameterValue]
 
@@ -131,6 +131,11 @@ class MethodKind:
     def needs(self) -> str:
         """Requirement on the model or the installation, for messages; empty for none."""
         return ""
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """Tasks of the models that the method explains; empty for all."""
+        return ()
 
     @property
     def pass_kind(self) -> Kind:
@@ -298,7 +303,9 @@ class Perturbation(MethodKind):
             layered, and the input's `height` and `width` otherwise.
         parameters: the parameters of these functions.
         layered: True if the method uses a layer's feature maps.
-        needs: package that must be installed, for messages.
+        needs: package that must be installed, or kind of model, for messages.
+        matches: True if the score of an edited image is the similarity of the target's object with the best match among
+            the objects detected there. Only detectors have such a score.
     """
 
     explore: Explore
@@ -307,6 +314,7 @@ class Perturbation(MethodKind):
     parameters: tuple[Parameter, ...] = ()
     layered: bool = False
     needs: str = ""
+    matches: bool = False
 
     kind = "perturbation"
     edits_image = True
@@ -315,6 +323,11 @@ class Perturbation(MethodKind):
     def about(self) -> Callable[..., object]:
         """Function whose docstring documents the method."""
         return self.explore
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """Detection only, if scores are similarities of detected objects."""
+        return ("detect",) if self.matches else ()
 
     @property
     def needs_features(self) -> bool:

@@ -78,6 +78,22 @@ def rise(scene: Scene, *, samples: float, cells: float, probability: float, seed
     return (conditional_mean - mean[:, None, None]).astype(np.float32)
 
 
+def drise(scene: Scene, **parameters: float | str) -> Exploration:
+    """Compare, as RISE does, how well an object is still detected in random parts of the image.
+
+    M = Σ_q w_q m_q / Σ_q m_q − 1/n Σ_q w_q, with w_q = max over p of IoU(t, p) · cos(t, p) · O_p, for the objects p
+    that are detected in x ⊙ m_q and the explained object t.
+
+    IoU is the intersection over union of two boxes, cos the cosine of the angle between their vectors of class
+    probabilities, O the objectness. Petsiuk et al. 2021, section 3. Detectors return one class and one score for each
+    object. So the vectors are one-hot: the cosine is 1 for the class of t and 0 for others. O_p is the score of p. If
+    nothing of the class of t overlaps it, w_q is 0. The objects p are those that the model returns, by its own
+    thresholds. The masks m_q and `divisor` are those of rise. The paper's map is Σ_q w_q m_q; with `divisor` = expected
+    it is divided by n p.
+    """
+    return (yield from rise(scene, **cast("Any", parameters)))
+
+
 def samples(*, samples: float, **_parameters: float | str) -> int:
     """Return the parameter `samples`."""
     return int(samples)

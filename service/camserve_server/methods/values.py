@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 ParameterValue: TypeAlias = float | str
 
-Fusion: TypeAlias = Literal["mean", "max", "product"]
-"""Ways to combine the maps of several layers into one."""
+Fusion: TypeAlias = Literal["mean", "max", "product", "sum"]
+"""Ways to combine the maps of several layers into one. All but the sum normalise each map first."""
 
 
 @dataclass(frozen=True, slots=True)

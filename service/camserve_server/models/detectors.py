@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree  # flattens every output structure that torch knows
 
 from camserve_server.core.errors import ConfigError
 from camserve_server.core.imported import imported
 from camserve_server.imaging.values import Preprocess
+from camserve_server.models.pyramid import ancestors
 
 
 def preprocess_of(model: nn.Module, default: Preprocess) -> Preprocess:
@@ -99,8 +99,7 @@ class Pyramid:
 
     Attributes:
         maps: the maps, on the graph, one per scale; empty without a backbone.
-        collectors: the names of the modules that return several maps. The first of them may not be all that the score
-            depends on, and the others may have been computed from it.
+        collectors: the names of the modules that return several maps, including the backbone.
     """
 
     maps: list[Tensor] = field(default_factory=list)
@@ -109,18 +108,21 @@ class Pyramid:
 
 @contextmanager
 def record_pyramid(model: nn.Module) -> Iterator[Pyramid]:
-    """Record the feature maps of a model's backbone, if it has one, while it runs inside the block."""
-    pyramid = Pyramid()
+    """Record the feature maps of a model's backbone while it runs inside the block."""
+    pyramid, backbone = Pyramid(), getattr(model, "backbone", None)
+    if not isinstance(backbone, nn.Module):
+        yield pyramid
+        return
 
     def record(name: str, output: Any) -> None:
         maps = [part for part in pytree.tree_leaves(output) if isinstance(part, Tensor)]
-        if sum(part.is_floating_point() for part in maps) > 1:
+        if len(maps) > 1:
             pyramid.collectors.add(name)
         if name == "backbone":
             pyramid.maps[:] = maps
 
     with ExitStack() as stack:
-        for name, module in model.named_modules():
+        for name, module in backbone.named_modules(prefix="backbone"):
             hook = module.register_forward_hook(lambda _module, _args, output, name=name: record(name, output))
             stack.enter_context(hook)
         yield pyramid
@@ -139,24 +141,12 @@ def layers_before_pyramid(model: nn.Module, pyramid: Pyramid, outputs: Mapping[s
     """
     kinds = imported("torchvision.ops.feature_pyramid_network", "FeaturePyramidNetwork")
     pyramid_modules = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-    above = [ancestors(feature_map.grad_fn) for feature_map in pyramid.maps]
+    nodes_before = [ancestors(feature_map.grad_fn) for feature_map in pyramid.maps]
     return {
         name
         for name, output in outputs.items()
         if output is not None
         and name not in pyramid.collectors
         and not any(name == other or name.startswith(f"{other}.") for other in pyramid_modules)
-        and all(output.grad_fn in nodes for nodes in above)
+        and all(output.grad_fn in nodes for nodes in nodes_before)
     }
-
-
-def ancestors(node: Node | None) -> set[Node | None]:
-    """Return a node of the autograd graph and all nodes that it was computed from."""
-    visited: set[Node | None] = set()
-    pending = [node]
-    while pending:
-        current = pending.pop()
-        if current is not None and current not in visited:
-            visited.add(current)
-            pending += [parent for parent, _ in current.next_functions]
-    return visited

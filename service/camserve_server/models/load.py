@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from camserve_server.core.devices import restore_settings
 from camserve_server.core.errors import ConfigError
 from camserve_server.imaging.values import KeepAspect, Preprocess
-from camserve_server.models import checkpoint, detectors, live, probe, probe_cache, tasks, text
+from camserve_server.models import checkpoint, detectors, live, probe, probe_cache, pyramid, tasks, text
 from camserve_server.models.acceleration import TIMED_ROWS, AcceleratedModel, AccelerationOptions, accelerate
 from camserve_server.models.hooks import has_forward_hooks, output_of
 from camserve_server.models.pickles import CorruptFileError, printable
@@ -216,6 +217,7 @@ def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> Mod
         task=probed.task,
         embedding=probed.embedding,
         text=source.text.head(probed.classes) if source.text else None,
+        pyramid=probed.pyramid,
     )
 
 
@@ -269,12 +271,14 @@ def _probe(spec: ModelSpec, source: Source, device: str) -> Probed:
     trial, module = tasks.Trial(spec.task or source.task, source.labels, source.queries), source.module
     layers, classes = probe.probe(module, source.preprocess.size, device, trial)
     trunk = layers if trial.trunk is None else {name: layer for name, layer in layers.items() if name in trial.trunk}
+    is_trunk = partial(probe.is_trunk, modules=dict(module.named_modules()))
     return Probed(
         task=trial.task,
         classes=classes,
         layers=layers,
         default_layer=probe.default_layer(module, trunk),
         embedding=tasks.embedding_layer(module, layers, classes) if trial.task in VECTOR_TASKS else "",
+        pyramid=pyramid.find_scales(trial.graph, layers, is_trunk),
     )
 
 

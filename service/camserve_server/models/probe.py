@@ -74,7 +74,14 @@ def probe(
     grids = find_grids(_observe(model, images, trial.queries) or _observe_shapes(calls), size, trial.queries)
     modules = dict(model.named_modules())
     layers = {
-        name: _describe(name, modules[name], outputs, grids.get(name, NO_BATCH_AXIS), gradients[name])
+        name: _describe(
+            name,
+            modules[name],
+            outputs,
+            grids.get(name, NO_BATCH_AXIS),
+            gradients[name],
+            feeds_heads=name in trial.graph.layers,
+        )
         for name, outputs in calls.items()
     }
     return layers, trial.classes
@@ -95,11 +102,12 @@ def default_layer(model: nn.Module, layers: Mapping[str, LayerInfo]) -> str:
     if not explainable:
         raise ConfigError("it has no layer with a grid over the image that the score depends on")
     modules = dict(model.named_modules())
-    trunk = (layer for layer in reversed(explainable) if _is_trunk(layer, modules))
+    trunk = (layer for layer in reversed(explainable) if is_trunk(layer, modules))
     return next(trunk, explainable[-1]).name
 
 
-def _is_trunk(layer: LayerInfo, modules: Mapping[str, nn.Module]) -> bool:
+def is_trunk(layer: LayerInfo, modules: Mapping[str, nn.Module]) -> bool:
+    """Return True for a feature map of the trunk: see `default_layer`."""
     parts = layer.name.split(".")
     types = [type(modules[".".join(parts[:end])]).__name__.lower() for end in range(1, len(parts))]
     if any("attn" in name or "attention" in name for name in types) or layer.type in PASS_THROUGH_TYPES:
@@ -315,11 +323,23 @@ def _is_matrix(layout: Layout, shape: tuple[int, ...], context: _ModelContext) -
 
 
 def _describe(
-    name: str, module: nn.Module, outputs: list[Tensor | None], grid_or_reason: GridOrReason, gradient: Tensor | None
+    name: str,
+    module: nn.Module,
+    outputs: list[Tensor | None],
+    grid_or_reason: GridOrReason,
+    gradient: Tensor | None,
+    *,
+    feeds_heads: bool,
 ) -> LayerInfo:
+    """Describe a layer.
+
+    A layer that feeds a detector's heads can be explained, even if no object in the trial image is of its scale and the
+    gradient is zero. If only other tokens than those of its grid have a gradient, it cannot.
+    """
     output = outputs[-1]
     layout, reason = (None, grid_or_reason) if isinstance(grid_or_reason, str) else (grid_or_reason, "")
-    if layout and not _has_gradient(gradient, layout):
+    unused = feeds_heads and (gradient is None or not gradient.any())
+    if layout and not unused and not _has_gradient(gradient, layout):
         layout, reason = None, ZERO_GRADIENT
     return LayerInfo(
         name=name,

@@ -51,6 +51,7 @@ class Probed:
         layers: every module that runs, by name, in the order in which they finish.
         default_layer: the layer that is explained when a request names none.
         embedding: the linear layer whose input is the image's embedding; empty without one.
+        pyramid: the layers of a detector's scales, the finest first; empty without several.
     """
 
     task: Task
@@ -58,6 +59,7 @@ class Probed:
     layers: dict[str, LayerInfo]
     default_layer: str
     embedding: str
+    pyramid: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,7 @@ def _fits(probed: Probed, module: nn.Module) -> bool:
         and default is not None
         and default.layout is not None
         and (not probed.embedding or probed.embedding in probed.layers)
+        and all(name in probed.layers and probed.layers[name].layout for name in probed.pyramid)
     )
 
 

@@ -1,7 +1,7 @@
 """Outputs of models by task: logits of classes, logits of every pixel, objects with boxes, or embeddings."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from camserve_server.core.errors import ConfigError, FailedPrecondition
-from camserve_server.models import detectors
+from camserve_server.models import detectors, pyramid
 from camserve_server.models.hooks import first_tensor
 from camserve_server.models.values import LayerInfo, Task
 
@@ -75,6 +75,7 @@ class Trial:
         classes: the number of classes, or the length of the embedding.
         trunk: the names of the layers that may be the default layer; None for all.
         queries: the number of its tokens that ask for one object each.
+        graph: the autograd graph of a detector's objects; empty for any other model.
     """
 
     def __init__(self, task: Task | None = None, labels: Collection[str] = (), queries: int = 0) -> None:
@@ -84,14 +85,20 @@ class Trial:
         self.queries = queries
         self._declared_task = task
         self._labels = labels
+        self.graph = pyramid.ObjectGraph()
         self._pyramid = detectors.Pyramid()
+        self._collectors: set[str] = set()
+        self._objects: Mapping[str, Tensor] = {}
         self._values: Tensor | None = None
         self._has_logits = False
 
     @contextmanager
     def recording(self, model: nn.Module) -> Iterator[None]:
         """Make a detector report all objects inside the block, and record its feature pyramid."""
-        with detectors.without_score_threshold(model), detectors.record_pyramid(model) as self._pyramid:
+        with ExitStack() as stack:
+            stack.enter_context(detectors.without_score_threshold(model))
+            self._pyramid = stack.enter_context(detectors.record_pyramid(model))
+            self._collectors = stack.enter_context(pyramid.record_collectors(model))
             yield
 
     def scores(self, model: nn.Module, output: Any) -> Tensor:
@@ -106,7 +113,7 @@ class Trial:
         if self.task != "detect":
             self.classes = values.shape[1]
             return values.mean((2, 3)) if self.task == "segment" else values
-        self.classes = detectors.classes_of(model, self._labels)
+        self.classes, self._objects = detectors.classes_of(model, self._labels), output[0]
         return values[:, :, 1]
 
     def find_trunk(self, model: nn.Module, outputs: Mapping[str, Tensor | None]) -> None:
@@ -121,8 +128,9 @@ class Trial:
             outputs: the output of each module, on the graph, by name.
         """
         if self.task == "detect":
+            self.graph = pyramid.ObjectGraph.of(self._objects, outputs, self._collectors)
             before = detectors.layers_before_pyramid(model, self._pyramid, outputs) if self._pyramid.maps else None
-            self.trunk = before or set(outputs) - self._pyramid.collectors
+            self.trunk = before or set(outputs) - self._collectors
         if self.task == "segment" and self._values is not None:
             backbone = {name for name in outputs if name.startswith("backbone.") and not self._has_logits}
             self.trunk = backbone or _layers_before_classes(model, outputs, self._values)
@@ -133,7 +141,7 @@ def _layers_before_classes(model: nn.Module, outputs: Mapping[str, Tensor | None
 
     Modules of which the logits do not depend, such as an auxiliary head, do not count.
     """
-    used, channels = detectors.ancestors(values.grad_fn), values.shape[1:2]
+    used, channels = pyramid.ancestors(values.grad_fn), values.shape[1:2]
     ends = [
         index
         for index, (name, output) in enumerate(outputs.items())

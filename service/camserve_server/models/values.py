@@ -39,6 +39,10 @@ Task: TypeAlias = Literal["classify", "multilabel", "regress", "segment", "detec
 every pixel, boxes, or an embedding."""
 
 
+PYRAMID = "pyramid"
+"""Name, in requests and results, of all layers of a model's pyramid together."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The position of the image grid in a layer's output.
@@ -144,7 +148,7 @@ class ModelInfo:
         parameters: the number of its parameters.
         preprocess: the preprocessing of its input.
         layers: every module that runs, by name, in the order in which they finish.
-        default_layer: the layer that is explained when a request names none.
+        default_layer: the layer that is explained when a request names none, unless the model has a pyramid.
         precision: "float32", "bfloat16" or "float16".
         device: "cpu", "cuda:0", ….
         task: the task, which says what its output is.
@@ -154,6 +158,7 @@ class ModelInfo:
         channels_last: True if its input has that memory layout, False if it is contiguous.
         text: the score of an image and a text; None if the model takes no texts. The labels of such a model are the
             texts of its entry, and it is one of embeddings until `with_texts` gives it classes.
+        pyramid: the layers of a detector's scales, one for each grid, the finest first; empty without several.
     """
 
     name: str
@@ -173,6 +178,7 @@ class ModelInfo:
     version: int = 0
     channels_last: bool = True
     text: TextHead | None = None
+    pyramid: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         """Return a hash of the fields that tell models apart; the layers' mapping has none."""

@@ -1,23 +1,28 @@
 """Prepare a request's images: decode the photo, make the model's input of it, and bring the targets to that input."""
 
+import math
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
 
 from camserve_server.core.arrays import Input, Pixels
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
-from camserve_server.imaging.values import Box
+from camserve_server.imaging.values import Box, Part
 from camserve_server.jobs import Job
 from camserve_server.models.values import ModelInfo
 from camserve_server.serving import memory, receipts
 from camserve_server.serving.receipts import Receipt
 from camserve_server.serving.requests import ExplainRequest
 from camserve_server.targets import carried, kind_of, whole, with_box
-from camserve_server.targets.values import SimilarityTarget, Target
+from camserve_server.targets.values import MaskTarget, SimilarityTarget, Target
 
 _BOX_FIELDS = {"segment": "region", "detection": "box"}  # name of the box in the request, by the kind of target
+_FILE_FIELDS = {"similarity": "similarity.image", "mask": "segment.mask"}  # field of a file, by the kind of target
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +57,9 @@ def prepare_photo(request: ExplainRequest, limits: Limits) -> Generator[None, No
     del pixels  # free its memory during the pauses, unless it is kept
     job = replace(request.job, model=request.job.model.at_size((image.shape[0], image.shape[1])))
     for index, target in enumerate(job.targets):
-        if kind_of(target).compared(target):
+        if kind_of(target).file(target):
             yield
-        if (converted := _to_input(target, index, job.model, seen, limits)) is not target:
+        if (converted := _to_input(target, index, job.model, (size, seen), limits)) is not target:
             job = replace(job, targets=(*job.targets[:index], converted, *job.targets[index + 1 :]))
     receipt = receipts.receipt_of(job.model, request.image, image)
     return PreparedPhoto(kept, size, image, seen, job, receipt)
@@ -67,13 +72,13 @@ def _check_pixels(request: ExplainRequest, limits: Limits) -> None:
         InvalidArgument: they have more, or an image cannot be read.
     """
     files = [
-        (index, other.file)
+        (index, target, file)
         for index, target in enumerate(request.job.targets)
-        if (other := kind_of(target).compared(target))
+        if (file := kind_of(target).file(target))
     ]
     total = images.pixels_of(request.image, limits) if files else 0
-    for index, file in files:
-        with _image_field(index):
+    for index, target, file in files:
+        with _file_field(index, target):
             total += images.pixels_of(file, limits)
             if total > limits.pixels:
                 raise InvalidArgument(
@@ -83,22 +88,35 @@ def _check_pixels(request: ExplainRequest, limits: Limits) -> None:
 
 
 @contextmanager
-def _image_field(index: int) -> Iterator[None]:
-    """Name the field of a target's image in the errors of the block."""
+def _file_field(index: int, target: Target) -> Iterator[None]:
+    """Name the field of a target's file in the errors of the block."""
     try:
         yield
     except InvalidArgument as error:
-        raise InvalidArgument(error.message, field=f"targets[{index}].similarity.image") from error
+        raise InvalidArgument(error.message, field=f"targets[{index}].{_FILE_FIELDS[kind_of(target).name]}") from error
 
 
-def _to_input(target: Target, index: int, model: ModelInfo, seen: Box, limits: Limits) -> Target:
-    """Convert a target's image or box from photos to the model's input."""
-    preprocess = model.preprocess
+def _to_input(
+    target: Target, index: int, model: ModelInfo, geometry: tuple[images.Size, Box], limits: Limits
+) -> Target:
+    """Convert a target's image, mask or box from photos to the model's input.
+
+    Args:
+        target: the target.
+        index: its index in the request.
+        model: the model, with the input's size for this photo.
+        geometry: height and width of the photo, and the part of it that the model sees.
+        limits: the limits on one request.
+    """
+    (size, seen), preprocess = geometry, model.preprocess
     kind = kind_of(target)
     if other := kind.compared(target):
-        with _image_field(index):
+        with _file_field(index, target):
             pixels = images.decode(other.file, limits)
             return SimilarityTarget(image=images.make_input(pixels, other.file, preprocess)[0])
+    if file := kind.file(target):
+        with _file_field(index, target):
+            return replace(cast("MaskTarget", target), file=b"", part=_read_part(file, size, seen, limits))
     if box := kind.box(target):
         field = f"targets[{index}].{kind.name}.{_BOX_FIELDS[kind.name]}"
         return with_box(target, _box_in_input(box, seen, preprocess.size, field))
@@ -109,6 +127,25 @@ def _box_in_input(box: Box, seen: Box, size: tuple[int, int], field: str) -> Box
     """Convert a box from the photo's pixels to those of the model's input."""
     moved = carried(box, seen, whole(size))
     if min(moved.right, moved.bottom) <= 0 or moved.left >= size[1] or moved.top >= size[0]:
-        part = f"from {seen.left:.0f} to {seen.right:.0f} across and from {seen.top:.0f} to {seen.bottom:.0f} down"
-        raise InvalidArgument(f"the box is outside of what the model sees: {part}", field=field)
+        raise InvalidArgument(f"the box is outside of what the model sees: {_range_of(seen)}", field=field)
     return moved
+
+
+def _range_of(seen: Box) -> str:
+    return f"from {seen.left:.0f} to {seen.right:.0f} across and from {seen.top:.0f} to {seen.bottom:.0f} down"
+
+
+def _read_part(file: bytes, size: images.Size, seen: Box, limits: Limits) -> Part:
+    """Decode a mask, which must have the size of the photo, and a pixel that the model sees."""
+    pixels = images.decode_mask(file, limits)
+    if pixels.shape != size:
+        raise InvalidArgument(
+            f"the mask has {pixels.shape[1]:,} x {pixels.shape[0]:,} pixels, and the photo {size[1]:,} x {size[0]:,}: "
+            "they must have the same size"
+        )
+    if not pixels.any():
+        raise InvalidArgument("every pixel of the mask is 0, so it shows no part of the photo")
+    top, left = max(0, int(seen.top)), max(0, int(seen.left))
+    if not pixels[top : math.ceil(seen.bottom), left : math.ceil(seen.right)].any():
+        raise InvalidArgument(f"the mask is outside of what the model sees: {_range_of(seen)}")
+    return Part(np.packbits(pixels, axis=1), size[1], seen)

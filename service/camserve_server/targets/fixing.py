@@ -13,13 +13,14 @@ from camserve_server.core.errors import FailedPrecondition
 from camserve_server.imaging.values import Box
 from camserve_server.models.outputs import Outputs
 from camserve_server.models.values import ModelInfo, Task
-from camserve_server.targets.geometry import inside, overlaps, whole
+from camserve_server.targets.geometry import cells_of, inside, overlaps, whole
 from camserve_server.targets.summaries import covered, objects_of, order_of_areas
 from camserve_server.targets.values import (
     ClassTarget,
     DetectionTarget,
     FinerTarget,
     FixedTarget,
+    MaskTarget,
     RankTarget,
     SegmentTarget,
     SimilarityTarget,
@@ -203,6 +204,21 @@ def segment(host: HostOutputs, place: int, target: SegmentTarget) -> FixedTarget
             field="targets",
         )
     return SegmentTarget(target.index, None, mask)
+
+
+def mask(host: HostOutputs, _place: int, target: MaskTarget) -> FixedTarget:
+    """Return the target with its part on the grid of the model's output."""
+    if target.part is None:
+        return target
+    grid = host.outputs.values.shape[2:]
+    cells = cells_of(target.part, grid, host.outputs.info.preprocess.size)
+    if not cells.any():
+        raise FailedPrecondition(
+            f"the mask is thinner than the cells of {host.outputs.info.name}'s output, {grid[1]} x {grid[0]} over what "
+            "it sees: paint a wider part",
+            field="targets",
+        )
+    return MaskTarget(target.index, mask=cells)
 
 
 def detection(host: HostOutputs, place: int, target: DetectionTarget) -> FixedTarget:

@@ -2,15 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from camserve_server.core.arrays import Map, Mask
-from camserve_server.imaging.values import Box, View
-from camserve_server.targets.values import DetectionTarget, SegmentTarget
+from camserve_server.imaging.values import Box, Part, View
+from camserve_server.targets.values import DetectionTarget, MaskTarget, SegmentTarget
+
+Segment = TypeVar("Segment", SegmentTarget, MaskTarget)
 
 
-def segment_in_view(target: SegmentTarget, view: View, size: tuple[int, int]) -> SegmentTarget:
+def segment_in_view(target: Segment, view: View, size: tuple[int, int]) -> Segment:
     """Return a segment with its mask at its place in a view of an input of this height and width."""
     return target if target.mask is None else replace(target, mask=_mask_in(target.mask, view, size))
 
@@ -30,6 +34,45 @@ def inside(box: Box, grid: Sequence[int], size: tuple[int, int]) -> Mask:
     mask = ((ys >= box.top) & (ys < box.bottom))[:, None] & ((xs >= box.left) & (xs < box.right))
     y, x = (box.top + box.bottom) / 2, (box.left + box.right) / 2
     mask[np.abs(ys - y).argmin(), np.abs(xs - x).argmin()] = True
+    return mask
+
+
+def cells_of(part: Part, grid: Sequence[int], size: tuple[int, int]) -> Mask:
+    """Return the mask of a part of a photo on a grid over the input: the cells with their centre's pixel in the part.
+
+    The coordinates are computed as those of boxes are, so that a rectangle has exactly the cells of `inside`. If the
+    part has no cell's centre, its cell is the one at the centre of the box around it, if that point is in the part.
+
+    Returns:
+        bool [*grid]; all False if the part is thinner than the cells.
+    """
+    seen, (rows, columns), (height, width) = part.seen, grid, size
+    lines = (np.arange(len(part.bits) + 1) - seen.top) * (height / (seen.bottom - seen.top))
+    posts = (np.arange(part.width + 1) - seen.left) * (width / (seen.right - seen.left))
+    ys, xs = (np.arange(rows) + 0.5) * height / rows, (np.arange(columns) + 0.5) * width / columns
+    mask = _pixels_at(part, np.searchsorted(lines, ys, "right") - 1, np.searchsorted(posts, xs, "right") - 1)
+    if mask.any():
+        return mask
+    box = _box_around(part)
+    y, x = (lines[int(box.top)] + lines[int(box.bottom)]) / 2, (posts[int(box.left)] + posts[int(box.right)]) / 2
+    centre = int(box.top + box.bottom) // 2, int(box.left + box.right) // 2
+    mask[np.abs(ys - y).argmin(), np.abs(xs - x).argmin()] = _pixels_at(part, *map(np.atleast_1d, centre))[0, 0]
+    return mask
+
+
+def _box_around(part: Part) -> Box:
+    """Return the smallest box around a part, which has at least one pixel, in the photo's pixels."""
+    rows = np.flatnonzero(part.bits.any(1))
+    columns = np.flatnonzero(np.unpackbits(np.bitwise_or.reduce(part.bits, 0), count=part.width))
+    return Box(float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1))
+
+
+def _pixels_at(part: Part, ys: NDArray[np.intp], xs: NDArray[np.intp]) -> Mask:
+    """Return whether the pixels in these rows and columns are in a part; pixels beyond the photo are not."""
+    height = len(part.bits)
+    pixels = np.unpackbits(part.bits[ys.clip(0, height - 1)], axis=1, count=part.width)[:, xs.clip(0, part.width - 1)]
+    exist = ((ys >= 0) & (ys < height))[:, None] & ((xs >= 0) & (xs < part.width))
+    mask: Mask = pixels.astype(bool) & exist
     return mask
 
 

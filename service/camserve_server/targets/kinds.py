@@ -18,6 +18,7 @@ from camserve_server.targets.values import (
     DetectionTarget,
     FinerTarget,
     FixedTarget,
+    MaskTarget,
     ProbabilityTarget,
     RankTarget,
     SegmentTarget,
@@ -36,6 +37,10 @@ def _no_value(_target: Any) -> None:
 
 def _no_label(_target: Any) -> str:
     return ""
+
+
+def _no_file(_target: Any) -> bytes:
+    return b""
 
 
 def _no_reads(_target: Any) -> Reads:
@@ -60,6 +65,7 @@ class TargetKind:
         class_index: target -> the explained class, or None.
         contrasted: target -> the class to explain against in a contrast of two, or None.
         box: target -> the box that it names in the image, or None.
+        file: target -> the image file of its own that it has until that is decoded, else an empty one.
         compared: target -> the target itself while the embedding of its other image is unknown, else None.
         label: target -> label of the prediction for targets without a class.
         text: target -> the target itself while the embedding of its text is unknown, else None.
@@ -75,6 +81,7 @@ class TargetKind:
     class_index: Callable[[Any], int | None] = attrgetter("index")
     contrasted: Callable[[Any], int | None] = _no_value
     box: Callable[[Any], Box | None] = _no_value
+    file: Callable[[Any], bytes] = _no_file
     compared: Callable[[Any], SimilarityTarget | None] = _no_value
     label: Callable[[Any], str] = _no_label
     text: Callable[[Any], TextTarget | None] = _no_value
@@ -101,6 +108,7 @@ _KINDS: Mapping[type[Target], TargetKind] = {
         resolve=fixing.similarity,
         reads=fixing.reads_of_similarity,
         class_index=_no_value,
+        file=attrgetter("file"),
         compared=fixing.comparison,
         label=lambda _target: "similarity",
     ),
@@ -114,6 +122,13 @@ _KINDS: Mapping[type[Target], TargetKind] = {
         reads=fixing.reads_of_segment,
         in_view=geometry.segment_in_view,
         box=attrgetter("box"),
+    ),
+    MaskTarget: TargetKind(
+        "mask",
+        scoring.segment,
+        resolve=fixing.mask,
+        in_view=geometry.segment_in_view,
+        file=attrgetter("file"),
     ),
     DetectionTarget: TargetKind(
         "detection",

@@ -16,6 +16,7 @@ from camserve_server.targets.values import (
     ContrastTarget,
     DetectionTarget,
     FinerTarget,
+    MaskTarget,
     ProbabilityTarget,
     RankTarget,
     SegmentTarget,
@@ -118,7 +119,7 @@ def _texts_on_device(outputs: Outputs, texts: "Map") -> Tensor:
     return device_for(embeddings.device).copied(torch.from_numpy(texts)).to(embeddings)
 
 
-def segment(outputs: Outputs, place: int, target: SegmentTarget) -> Tensor:
+def segment(outputs: Outputs, place: int, target: SegmentTarget | MaskTarget) -> Tensor:
     """Return the mean logit of a class over a part of the image."""
     logits = outputs.values[place, target.index]
     cells = torch.from_numpy(np.flatnonzero(cast("Mask", target.mask)))  # indexing with a mask would wait for the GPU
@@ -140,6 +141,17 @@ def detections(outputs: Outputs, targets: Sequence[DetectionTarget]) -> Tensor:
         is_detected = len(overlap) and overlap.max() >= MIN_OVERLAP
         object_scores.append(values[_best(overlap, target.rank), 1] if is_detected else values[:, 1].sum() * 0)
     return torch.stack(object_scores)
+
+
+def similarity_of_best(objects: "Map", target: DetectionTarget) -> float:
+    """Return the largest product of score and intersection over union with a target's object; 0 without any overlap.
+
+    Args:
+        objects: the detected objects [n, 6]: class, score, left, top, right, bottom.
+        target: the target, with the box of its object.
+    """
+    same = objects[objects[:, 0] == target.index]
+    return float((same[:, 1] * overlaps(same[:, 2:], cast("Box", target.box))).max(initial=0))
 
 
 def _best(overlap: "Map", rank: int | None) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from camserve_server.core.arrays import Input, Mask
-from camserve_server.imaging.values import Box
+from camserve_server.imaging.values import Box, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,23 @@ class SegmentTarget:
     mask: Mask | None = field(default=None, repr=False)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskTarget:
+    """Mean logit of a class over a part of the image that a picture shows.
+
+    Attributes:
+        index: the class's index.
+        file: PNG file of the part, until it is decoded.
+        part: the decoded part, until the grid of the model's output is known.
+        mask: the part, bool [h,w] on the grid of the model's output, once it is known.
+    """
+
+    index: int
+    file: bytes = field(default=b"", repr=False)
+    part: Part | None = field(default=None, repr=False)
+    mask: Mask | None = field(default=None, repr=False)
+
+
 @dataclass(frozen=True, slots=True)
 class DetectionTarget:
     """Score of the object of one class that best matches a box.
@@ -131,6 +148,7 @@ FixedTarget: TypeAlias = (
     | SimilarityTarget
     | TextTarget
     | SegmentTarget
+    | MaskTarget
     | DetectionTarget
 )
 """Target that does not depend on the prediction, or has been resolved for it."""

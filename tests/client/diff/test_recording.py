@@ -17,7 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from camserve import Box, FailedPrecondition, InvalidArgument, Picture, Prediction, Verdict, finer, segment, similarity
+from camserve import (
+    Box,
+    FailedPrecondition,
+    InvalidArgument,
+    Picture,
+    Prediction,
+    Verdict,
+    finer,
+    mask,
+    segment,
+    similarity,
+)
 from camserve._receipts import target_json
 from camserve.diff import calibration, lines, recording
 from camserve.diff.recording import Header, Recording
@@ -98,7 +109,7 @@ def test_map_of_one_odd_value_comes_back(number: float) -> None:
 
 
 def test_targets_are_those_of_the_first_method() -> None:
-    kinds = [0, finer(1, 0, 2), segment(1, (1, 2, 3, 4)), similarity(b"\xff\xd8\xff")]
+    kinds = [0, finer(1, 0, 2), segment(1, (1, 2, 3, 4)), similarity(b"\xff\xd8\xff"), mask(1, b"\x89PNG")]
     from camserve import _codec  # noqa: PLC0415 -- only here
 
     message = _codec.ExplainRequestBuilder(targets=kinds).request()

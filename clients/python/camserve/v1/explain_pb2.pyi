@@ -60,11 +60,15 @@ class _FusionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Fusion.ValueTy
     """The maximum of the maps, cell by cell."""
     FUSION_PRODUCT: _Fusion.ValueType  # 3
     """The product of the maps."""
+    FUSION_SUM: _Fusion.ValueType  # 4
+    """The sum of the signed maps, which are not scaled: each map is resized bilinearly to the finest grid among them, and
+    its values are divided by the number of finest cells that one of its cells covers.
+    """
 
 class Fusion(_Fusion, metaclass=_FusionEnumTypeWrapper):
     """Fusion of the maps of several layers into one.
 
-    Before fusion, negative values of each map become 0. The map is then scaled from its minimum to its maximum, to 0 to
+    Before any fusion but FUSION_SUM, negative values of each map become 0. The map is then scaled from its minimum to its maximum, to 0 to
     1, and resized bilinearly to the finest grid among the maps. A map that is the same everywhere becomes 1 where it is
     positive, and 0 otherwise.
     """
@@ -77,6 +81,10 @@ FUSION_MAX: Fusion.ValueType  # 2
 """The maximum of the maps, cell by cell."""
 FUSION_PRODUCT: Fusion.ValueType  # 3
 """The product of the maps."""
+FUSION_SUM: Fusion.ValueType  # 4
+"""The sum of the signed maps, which are not scaled: each map is resized bilinearly to the finest grid among them, and
+its values are divided by the number of finest cells that one of its cells covers.
+"""
 Global___Fusion: _TypeAlias = Fusion  # noqa: Y015
 
 class _ImageFormat:
@@ -305,7 +313,9 @@ class ExplainRequest(_message.Message):
     max_predictions: _builtins.int
     """Number of predictions to return, 0 to 1000. Default: 5."""
     fusion: Global___Fusion.ValueType
-    """Fusion of the maps of several layers into one map. Default: one map for each layer."""
+    """Fusion of the maps of several layers into one map. Default: FUSION_SUM for the pyramid, or else one map for each
+    layer.
+    """
     progress: _builtins.bool
     """True to receive Progress messages on a stream. Explain ignores it."""
     class_map: _builtins.bool
@@ -324,8 +334,9 @@ class ExplainRequest(_message.Message):
 
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Layers, by module name, whose maps to compute, up to 8. Default: the model's default layer. Methods that do not use
-        layers, such as saliency (see MethodInfo.layered), ignore them.
+        """Layers, by module name, whose maps to compute, up to 8. Or "pyramid" alone: all scales of a detector in one map, the
+        layers of Model.pyramid. Default: the pyramid, if the model has one, or else its default layer. Methods that do not
+        use layers, such as saliency (see MethodInfo.layered), ignore them. FAILED_PRECONDITION: the model has no pyramid.
         """
 
     @_builtins.property
@@ -615,6 +626,12 @@ class Segment(_message.Message):
 
     CLASS_NAME_FIELD_NUMBER: _builtins.int
     REGION_FIELD_NUMBER: _builtins.int
+    MASK_FIELD_NUMBER: _builtins.int
+    mask: _builtins.bytes
+    """The part as a mask instead of a region: a grey PNG file of at most 8 bits per pixel, with the height and width of
+    the photo. Pixels that are not 0 are in the part. INVALID_ARGUMENT if the model sees none of them. In a response
+    the mask is empty.
+    """
     @_builtins.property
     def class_name(self) -> Global___ClassName:
         """The class to explain, by its index or label. Required."""
@@ -630,12 +647,15 @@ class Segment(_message.Message):
         *,
         class_name: Global___ClassName | None = ...,
         region: Global___Box | None = ...,
+        mask: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["class_name", b"class_name", "region", b"region"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_mask", b"_mask", "class_name", b"class_name", "mask", b"mask", "region", b"region"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_name", b"class_name", "region", b"region"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mask", b"_mask", "class_name", b"class_name", "mask", b"mask", "region", b"region"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__mask: _TypeAlias = _typing.Literal["mask"]  # noqa: Y015
+    _WhichOneofArgType__mask: _TypeAlias = _typing.Literal["_mask", b"_mask"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mask) -> _WhichOneofReturnType__mask | None: ...
 
 Global___Segment: _TypeAlias = Segment  # noqa: Y015
 
@@ -1395,7 +1415,7 @@ class Explanation(_message.Message):
     method: _builtins.str
     """Name of the method."""
     layer: _builtins.str
-    """Name of the layer, or the names of fused layers joined by " + ". Empty for methods that do not use layers."""
+    """Name of the layer, the names of fused layers joined by " + ", or "pyramid". Empty for methods that do not use layers."""
     score: _builtins.float
     """The score that is explained, for the unchanged image: for a class its logit, for a contrast the difference of two
     logits, and so on for the other kinds of Target.
@@ -1451,7 +1471,7 @@ class Explanation(_message.Message):
     @_builtins.property
     def resolved_target(self) -> Global___Target:
         """The resolved target, which can be sent again to request the same explanation. For a similarity it lacks the other
-        image.
+        image, and for a segment its mask.
         """
 
     @_builtins.property
@@ -1790,8 +1810,8 @@ class InspectLayersRequest(_message.Message):
     """The photo as a JPEG, PNG, WebP or BMP file. Required."""
     @_builtins.property
     def target(self) -> Global___Target:
-        """The score to differentiate. It cannot be a similarity, and a segment or detection cannot have a region or box.
-        Default: the model's first prediction.
+        """The score to differentiate. It cannot be a similarity, and a segment or detection cannot have a region, a
+        mask or a box. Default: the model's first prediction.
         """
 
     @_builtins.property
@@ -2012,7 +2032,7 @@ class ExtractFeaturesRequest(_message.Message):
     @_builtins.property
     def target(self) -> Global___Target:
         """The score to differentiate for the gradient weights. It cannot be a similarity, and a segment or detection cannot
-        have a region or box. Default: the model's first prediction.
+        have a region, a mask or a box. Default: the model's first prediction.
         """
 
     @_builtins.property

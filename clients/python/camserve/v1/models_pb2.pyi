@@ -212,6 +212,7 @@ class Model(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    PYRAMID_FIELD_NUMBER: _builtins.int
     ACCEPTS_TEXTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the model, as in a request."""
@@ -228,7 +229,7 @@ class Model(_message.Message):
     input_width: _builtins.int
     """Width of its input in pixels."""
     default_layer: _builtins.str
-    """Layer that is explained if a request names none."""
+    """Layer that is explained if a request names none, unless the model has a pyramid."""
     parameters: _builtins.int
     """Number of parameters."""
     precision: _builtins.str
@@ -252,6 +253,12 @@ class Model(_message.Message):
     """True if the model compares images with texts: requests may have texts and targets of texts. Its task is then
     "embed", or that of a classifier whose classes are the texts of the configuration.
     """
+    @_builtins.property
+    def pyramid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Layers from whose feature maps a detector computes its objects, one for each scale, the finest first. Empty for a
+        model without several scales.
+        """
+
     def __init__(
         self,
         *,
@@ -269,11 +276,12 @@ class Model(_message.Message):
         task: _builtins.str = ...,
         version: _builtins.int = ...,
         state: Global___ModelState.ValueType = ...,
+        pyramid: _abc.Iterable[_builtins.str] | None = ...,
         accepts_texts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_texts", b"accepts_texts", "classes", b"classes", "default_layer", b"default_layer", "device", b"device", "digest", b"digest", "input_height", b"input_height", "input_width", b"input_width", "name", b"name", "parameters", b"parameters", "precision", b"precision", "source", b"source", "state", b"state", "task", b"task", "version", b"version", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_texts", b"accepts_texts", "classes", b"classes", "default_layer", b"default_layer", "device", b"device", "digest", b"digest", "input_height", b"input_height", "input_width", b"input_width", "name", b"name", "parameters", b"parameters", "precision", b"precision", "pyramid", b"pyramid", "source", b"source", "state", b"state", "task", b"task", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,6 +19,7 @@ FUSIONS: dict["explain_pb2.Fusion.ValueType", Fusion | None] = {
     explain_pb2.FUSION_MEAN: "mean",
     explain_pb2.FUSION_MAX: "max",
     explain_pb2.FUSION_PRODUCT: "product",
+    explain_pb2.FUSION_SUM: "sum",
 }
 """Fusions by their protobuf values."""
 

@@ -89,8 +89,9 @@ def _target(request: explain_pb2.InspectLayersRequest | explain_pb2.ExtractFeatu
             raise FailedPrecondition(message, field="target")
         return RankTarget(0)
     target = read_target(request.target, model, "target")
-    if kind_of(target).compared(target) or kind_of(target).box(target):
-        raise InvalidArgument("here a target is a class, without another image, a region or a box", field="target")
+    if kind_of(target).file(target) or kind_of(target).box(target):
+        message = "here a target is a class, without another image, a region, a mask or a box"
+        raise InvalidArgument(message, field="target")
     return target
 
 

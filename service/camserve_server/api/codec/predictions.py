@@ -7,7 +7,14 @@ from camserve.v1 import explain_pb2
 from camserve_server.imaging.values import Box
 from camserve_server.serving.results import ModelPrediction, Prediction
 from camserve_server.targets import kind_of
-from camserve_server.targets.values import ContrastTarget, DetectionTarget, FinerTarget, FixedTarget, SegmentTarget
+from camserve_server.targets.values import (
+    ContrastTarget,
+    DetectionTarget,
+    FinerTarget,
+    FixedTarget,
+    MaskTarget,
+    SegmentTarget,
+)
 
 
 def prediction_message(prediction: Prediction) -> explain_pb2.Prediction:
@@ -61,6 +68,11 @@ def _segment(prediction: ModelPrediction, target: SegmentTarget) -> explain_pb2.
     return explain_pb2.Target(segment=explain_pb2.Segment(class_name=_name(target.index), region=region))
 
 
+def _mask(_prediction: ModelPrediction, target: MaskTarget) -> explain_pb2.Target:
+    # An empty mask is refused, unlike none, which would stand for another part.
+    return explain_pb2.Target(segment=explain_pb2.Segment(class_name=_name(target.index), mask=b""))
+
+
 def _detection(prediction: ModelPrediction, target: DetectionTarget) -> explain_pb2.Target:
     box = box_message(prediction.in_photo(target.box)) if target.box else None
     return explain_pb2.Target(detection=explain_pb2.Detection(class_name=_name(target.index), box=box))
@@ -75,5 +87,6 @@ _TARGETS: Mapping[str, Callable[[ModelPrediction, Any], explain_pb2.Target]] = {
     "similarity": lambda _prediction, _target: explain_pb2.Target(similarity=explain_pb2.Similarity()),
     "text": lambda _prediction, target: explain_pb2.Target(text=target.text),
     "segment": _segment,
+    "mask": _mask,
     "detection": _detection,
 }

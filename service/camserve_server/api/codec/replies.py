@@ -194,6 +194,7 @@ def describe_model(info: KnownModel) -> models_pb2.Model:
         version=info.version,
         state=models_pb2.MODEL_STATE_READY,
         accepts_texts=info.text is not None,
+        pyramid=info.pyramid,
     )
 
 

@@ -16,7 +16,7 @@ from camserve_server.imaging.values import Rendering
 from camserve_server.jobs import Job
 from camserve_server.methods import METHODS, Parameter
 from camserve_server.methods.values import Fusion, MethodCall, ParameterValue
-from camserve_server.models.values import KnownModel, LayerInfo, ModelInfo
+from camserve_server.models.values import PYRAMID, KnownModel, LayerInfo, ModelInfo
 from camserve_server.serving.requests import ExplainRequest
 
 DEFAULT_METHOD = "gradcam"
@@ -52,9 +52,9 @@ def read_explanation(
 def _options_of(request: explain_pb2.ExplainRequest) -> bytes | None:
     """Return a request without its image, serialized; None if it is not worth remembering."""
     if len(request.targets) > MAX_REMEMBERED_TARGETS or any(
-        target.HasField("similarity") for target in request.targets
+        target.HasField("similarity") or target.segment.mask for target in request.targets
     ):
-        return None  # the image of a similarity target may be large
+        return None  # the image of such a target may be large
     options = explain_pb2.ExplainRequest()
     for field, value in request.ListFields():
         if field.name == "image":
@@ -76,12 +76,16 @@ def _read_options(request: explain_pb2.ExplainRequest, models: Mapping[str, Know
     """Check everything but the image; return the job, the rendering and the number of predictions."""
     check_sizes(request, limits)
     model = with_texts(read_model(request.model, models, "model"), request.texts)
+    fusion = _read_fusion(request.fusion)
+    calls, layers = _read_calls(request.methods, model), _read_layers(request.layers, model)
+    pyramid = layers == model.pyramid and list(request.layers) in ([], [PYRAMID])
     job = Job(
         model=model,
-        calls=_read_calls(request.methods),
-        layers=_read_layers(request.layers, model),
+        calls=calls,
+        layers=layers,
         targets=read_targets(request, model, limits),
-        fusion=_read_fusion(request.fusion),
+        fusion=fusion or ("sum" if pyramid else None),
+        pyramid=pyramid,
         class_map=_read_class_map(model, requested=request.class_map),
     )
     if job.rows > limits.rows:
@@ -125,15 +129,18 @@ def read_model(name: str, models: Mapping[str, KnownModel], field: str) -> Model
     raise NotFound(f"model {model.name} is not loaded: it was unloaded", field=field)
 
 
-def _read_calls(methods: Sequence[explain_pb2.Method]) -> tuple[MethodCall, ...]:
+def _read_calls(methods: Sequence[explain_pb2.Method], model: ModelInfo) -> tuple[MethodCall, ...]:
     if not methods:
         return (MethodCall(DEFAULT_METHOD),)
-    return tuple(_read_call(method, f"methods[{index}]") for index, method in enumerate(methods))
+    return tuple(_read_call(method, model, f"methods[{index}]") for index, method in enumerate(methods))
 
 
-def _read_call(message: explain_pb2.Method, field: str) -> MethodCall:
+def _read_call(message: explain_pb2.Method, model: ModelInfo, field: str) -> MethodCall:
     method = find_known("method", message.name, METHODS, "there are", f"{field}.name")
     values = read_parameters(message.name, message.parameters, method.parameters, f"{field}.parameters")
+    if method.tasks and model.task not in method.tasks:
+        reason = f"{message.name} needs {method.needs}, and {model.name} is none"
+        raise FailedPrecondition(reason, field=f"{field}.name")
     if message.eigen_smoothing and not method.smooths:
         others = join_names(name for name, other in METHODS.items() if other.smooths)
         raise FailedPrecondition(
@@ -203,11 +210,31 @@ def _read_class_map(model: ModelInfo, *, requested: bool) -> bool:
 
 
 def _read_layers(names: Sequence[str], model: ModelInfo) -> tuple[str, ...]:
+    if PYRAMID in names and PYRAMID not in model.layers:
+        return _read_pyramid(names, model)
     if len(set(names)) < len(names):
         raise InvalidArgument("a layer is named twice", field="layers")
     for index, name in enumerate(names):
         check_layer(name, model, f"layers[{index}]")
-    return tuple(names) or (model.default_layer,)
+    return tuple(names) or model.pyramid or (model.default_layer,)
+
+
+def _read_pyramid(names: Sequence[str], model: ModelInfo) -> tuple[str, ...]:
+    """Return the layers of a model's pyramid.
+
+    Raises:
+        InvalidArgument: the request names another layer beside it.
+        FailedPrecondition: the model has none.
+    """
+    if len(names) > 1:
+        raise InvalidArgument(f'"{PYRAMID}" is all scales in one map: name no layer beside it', field="layers")
+    if not model.pyramid:
+        reason = "its objects come from one grid" if model.task == "detect" else "it is no detector"
+        raise FailedPrecondition(
+            f'{model.name} has no pyramid: {reason}; name one of its layers; the default is "{model.default_layer}"',
+            field="layers[0]",
+        )
+    return model.pyramid
 
 
 def find_layer(name: str, model: ModelInfo, field: str) -> LayerInfo:

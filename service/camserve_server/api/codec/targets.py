@@ -15,6 +15,7 @@ from camserve_server.targets.values import (
     ContrastTarget,
     DetectionTarget,
     FinerTarget,
+    MaskTarget,
     ProbabilityTarget,
     RankTarget,
     SegmentTarget,
@@ -27,7 +28,7 @@ _HINTS: Mapping[Task, str] = {
     "classify": "classes: explain one by its label or index",
     "multilabel": "classes: explain one by its label or index",
     "regress": "numbers: explain one by its label or index",
-    "segment": "a class for every pixel: explain one with segment(...)",
+    "segment": "a class for every pixel: explain one with segment(...) or mask(...)",
     "detect": "boxes: explain an object with detection(...)",
     "embed": "an embedding: explain the similarity of two images with similarity(...)",
 }
@@ -156,7 +157,17 @@ def _read_text(target: explain_pb2.Target, model: ModelInfo, field: str) -> Targ
 def _read_segment(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
     segment, field = target.segment, f"{field}.segment"
     index = read_class(segment.class_name, model, f"{field}.class_name")
+    if segment.HasField("mask"):
+        return _read_mask(segment, index, field)
     return SegmentTarget(index, read_box(segment.region, f"{field}.region") if segment.HasField("region") else None)
+
+
+def _read_mask(segment: explain_pb2.Segment, index: int, field: str) -> Target:
+    if segment.HasField("region"):
+        raise InvalidArgument("a segment has a region or a mask, not both", field=f"{field}.mask")
+    if not segment.mask:
+        raise InvalidArgument("the mask is empty: responses leave its file out", field=f"{field}.mask")
+    return MaskTarget(index, segment.mask)
 
 
 def _read_detection(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from camserve_server.imaging.values import KeepAspect
 from camserve_server.models.acceleration import layout, onednn
 from camserve_server.models.acceleration.attention import attend, find_attentions
 from camserve_server.models.acceleration.compilation import BATCH_SIZES, compile_before_layer
@@ -101,13 +102,14 @@ def accelerate(module: nn.Module, info: ModelInfo, options: AccelerationOptions)
         log.info("model %s runs without acceleration (accelerate=false)", info.name)
         return Acceleration(None, channels_last=False)
     acceleration = None
-    if info.task != "detect" and info.layers[info.default_layer].calls == 1:
+    one_size = not isinstance(info.preprocess.resize, KeepAspect)  # the copy's kernels are chosen for one size
+    if info.task != "detect" and one_size and info.layers[info.default_layer].calls == 1:
         try:
             acceleration = _accelerate(module, info, options)
         except Exception as error:  # noqa: BLE001 -- a user's model may raise anything; it can run without the copy
             _log_refusal(info, f"{type(error).__name__}: {error}")
     elif options.compile:
-        _log_refusal(info, "it detects objects, or calls its default layer more than once")
+        _log_refusal(info, "it detects objects, its inputs vary in size, or it calls its default layer more than once")
     return acceleration or Acceleration(None, layout.is_channels_last_faster(module, info, rows=options.rows))
 
 

@@ -15,6 +15,11 @@ PROCESSOR = "preprocessor_config.json"
 PROCESSORS = (PROCESSOR, "processor_config.json")
 """Files with the settings of an image processor; the second also has those of a tokenizer."""
 
+MAX_LAYERS = 1000
+"""The largest number of layers, blocks or stages in the settings of a network."""
+
+_DEPTH = re.compile("(layers|depths?|blocks|levels)$")
+
 # A file in the folder itself, in the only format without code.
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors", re.ASCII)
 _TIMM_NAME = re.compile(r"[\w.-]*")  # a network in timm itself; "hf-hub:OWNER/NAME" would be one from the Hub
@@ -50,6 +55,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     _check_needs(config, folder)
     check_timm(config, folder.name)
     check_backbones(entries, folder.name)
+    check_depth(entries, folder.name)
     return config
 
 
@@ -91,6 +97,22 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, list):
         for item in value:
             yield from _entries(item)
+
+
+def check_depth(entries: Iterable[tuple[str, Any]], name: str) -> None:
+    """Refuse settings of a network with so many layers that building it would not end.
+
+    Args:
+        entries: keys and values of all objects in the settings.
+        name: name of the folder.
+
+    Raises:
+        ConfigError: there are more than MAX_LAYERS.
+    """
+    for key, value in entries:
+        numbers = value if isinstance(value, list) else [value]
+        if _DEPTH.search(key) and any(isinstance(number, int) and number > MAX_LAYERS for number in numbers):
+            raise ConfigError(f"{name}: {ascii(key)[:100]} in its config.json is above {MAX_LAYERS:,}")
 
 
 def check_timm(config: Mapping[str, Any], name: str) -> None:

@@ -13,6 +13,7 @@ from camserve_server.models.huggingface.network import (
     MISSING,
     build_random,
     build_with_weights,
+    check_weights,
     import_transformers,
     labels_of,
     offline,
@@ -50,6 +51,7 @@ def load(spec: ModelSpec) -> Source:
         preprocess = processors.preprocess_of(processor, spec.origin)
         kind = head.model_class(transformers, config, spec.origin)
         if spec.weights == "default":
+            check_weights(kind, config, files, spec)
             module = build_with_weights(kind, config, files, spec, head.role)
         else:
             module = build_random(kind, config, spec)

@@ -1,11 +1,13 @@
 """Build a network of transformers from its settings, with the weights in its folder or random ones."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import nn
@@ -15,6 +17,9 @@ from camserve_server.models.huggingface.folder import one_line
 from camserve_server.models.spec import ModelSpec
 
 MISSING = 'models of Hugging Face need `pip install "camserve[hf]"`'
+
+MOST_MISSING = 10_000_000
+"""The numbers that a network may have beyond those in its weights; which ones are missing is reported by name."""
 
 _GENERIC = re.compile(r"LABEL_\d+")  # transformers' names for classes without a label
 
@@ -85,10 +90,45 @@ def build_random(kind: Any, config: Any, spec: ModelSpec) -> nn.Module:
     """
     if spec.size is not None and isinstance(getattr(config, "image_size", None), int):
         config.image_size = spec.size
+    return _build(kind, config, spec)
+
+
+def _build(kind: Any, config: Any, spec: ModelSpec) -> nn.Module:
     try:
         return cast("nn.Module", kind._from_config(config, **_options(kind, config)))  # noqa: SLF001 -- AutoModel calls the same
     except Exception as error:  # settings of unknown origin may be wrong in any way
         raise ConfigError(f"{spec.origin} cannot be built from its config.json: {one_line(error)}") from error
+
+
+def check_weights(kind: Any, config: Any, files: Sequence[Path], spec: ModelSpec) -> None:
+    """Check that a network is no larger than its weights, before memory is allocated for it.
+
+    Args:
+        kind: its class in transformers.
+        config: its settings.
+        files: the files of its weights.
+        spec: its spec.
+
+    Raises:
+        ConfigError: the settings describe no network, or one with far more numbers than the files have.
+    """
+    with torch.device("meta"):  # tensors without memory
+        expected = sum(parameter.numel() for parameter in _build(kind, config, spec).parameters())
+    try:
+        saved = sum(map(_numbers_in, files))
+    except Exception as error:
+        raise ConfigError(f"the weights of {spec.origin} cannot be read: {one_line(error)}") from error
+    if expected > 2 * saved + MOST_MISSING:
+        raise ConfigError(
+            f"{spec.origin}: its config.json describes a network of {expected:,} numbers, and its weights have "
+            f"{saved:,}"
+        )
+
+
+def _numbers_in(file: Path) -> int:
+    """Return the number of numbers in a file of weights, from its header."""
+    with safetensors.safe_open(file, "pt") as tensors:
+        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118 -- no mapping
 
 
 def build_with_weights(kind: Any, config: Any, files: Sequence[Path], spec: ModelSpec, role: str) -> nn.Module:

@@ -3,7 +3,7 @@ import { bytesOf } from "./maps.js";
 import { sha256 } from "./sha256.js";
 
 export const FORMAT = "camserve receipt 1";
-const FUSIONS = { FUSION_MEAN: "mean", FUSION_MAX: "max", FUSION_PRODUCT: "product" };
+const FUSIONS = { FUSION_MEAN: "mean", FUSION_MAX: "max", FUSION_PRODUCT: "product", FUSION_SUM: "sum" };
 const SEPARATOR = " + "; // joins the names of fused layers
 const TEXTS = ["model", "source", "weights", "digest", "precision", "device", "image_sha256", "input_sha256", "method"];
 
@@ -108,7 +108,7 @@ const CHECKS = [
   ["augmentation_smoothing", "true or false", isBoolean],
   ["eigen_smoothing", "true or false", isBoolean],
   ["layers", "a list of names", (value) => Array.isArray(value) && value.every(isText)],
-  ["fusion", "null, mean, max, product", (value) => value === null || Object.values(FUSIONS).includes(value)],
+  ["fusion", "null, mean, max, product, sum", (value) => value === null || Object.values(FUSIONS).includes(value)],
   ["target", "an object", isObject],
   ["score", "a number", isNumber],
   ["verdict", "a verdict", isText],

@@ -4,12 +4,7 @@ import { ask, mainModel, on, state } from "../state.js";
 import { detailsOf } from "../server.js";
 
 const MOST_LAYERS = 8;
-const FUSIONS = [
-  ["", "A map for each layer"],
-  ["FUSION_MEAN", "One map: their mean"],
-  ["FUSION_MAX", "One map: their maximum"],
-  ["FUSION_PRODUCT", "One map: their product"],
-];
+const FUSIONS = [["", "A map for each layer"], ...["mean", "max", "product", "sum"].map((how) => [`FUSION_${how.toUpperCase()}`, `One map: their ${how}`])];
 
 const chips = h("ul.chips", { "aria-label": "Chosen layers" });
 const usual = h("p.hint");
@@ -37,7 +32,7 @@ function show() {
   if (!model) return;
   const names = chosen();
   usual.hidden = names.length > 0;
-  usual.textContent = `The model's default layer, ${model.defaultLayer}.`;
+  usual.textContent = model.pyramid ? "All scales in one map." : `The model's default layer, ${model.defaultLayer}.`;
   fill(chips, names.map((name, index) => chip(name, `layers[${index}]`, () => toggleLayer(name, false))));
   fill(fusion, names.length > 1 ? labelled("Several layers give", choice(FUSIONS, state.ask.fusion, (value) => ask({ fusion: value }))) : null);
   showTree();

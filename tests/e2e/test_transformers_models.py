@@ -1,0 +1,91 @@
+"""Everything a caller may ask of a classifier, asked of detectors and segmentation models of transformers."""
+
+import numpy as np
+import pytest
+
+import camserve
+import needs
+from support import PHOTOS, serving
+
+pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
+
+from docs.generate import small_transformers
+
+DETECTORS = ("detr", "deformable_detr", "rt_detr", "yolos")
+SEGMENTERS = ("segformer", "mask2former")
+FAMILIES = (*DETECTORS, *SEGMENTERS)
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    root = tmp_path_factory.mktemp("families")
+    specs = tuple(f"hf:{small_transformers.save(name, root)}" for name in FAMILIES)
+    instances = f"instances=hf:{root / 'mask2former'}?task=detect"
+    with serving(models=(*specs, instances), device="cpu") as running:
+        yield running.address
+
+
+@pytest.fixture
+def client(address):
+    with camserve.Client(address) as client:
+        yield client
+
+
+METHODS = (
+    "gradcam",
+    camserve.Method("layercam", augmentation_smoothing=True),
+    camserve.Method("hirescam", eigen_smoothing=True),
+    camserve.Method("smoothgrad", {"samples": 3, "seed": 11}),
+    camserve.Method("integrated_gradients", {"steps": 4}),
+    camserve.Method("occlusion", {"window": 64, "stride": 64}),
+)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "instances"])
+def test_methods_of_every_kind_explain_it_and_their_receipts_replay(family, client):
+    result = client.explain(PHOTOS["chelsea"], model=family, methods=METHODS, overlay="png", heatmap=True)
+
+    assert len(result.explanations) == len(METHODS)
+    for explanation in result.explanations:
+        assert np.isfinite(explanation.heatmap).all()
+        assert explanation.image.size == (451, 300)
+        replay = client.replay(explanation.receipt, PHOTOS["chelsea"])
+        assert replay.same, (explanation.method, replay.differences)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_faithfulness_of_its_explanation_is_measured(family, client):
+    evaluation = client.evaluate(
+        PHOTOS["chelsea"], metrics=[("deletion", {"steps": 4}), ("insertion", {"steps": 4})], model=family
+    )
+
+    assert [reading.metric for reading in evaluation.readings] == ["deletion", "insertion"]
+    assert all(np.isfinite(reading.value) for reading in evaluation.readings)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_layers_and_features_are_inspected(family, client):
+    inspection = client.inspect(PHOTOS["coffee"], model=family)
+    assert any(layer.gradient and layer.gradient.norm > 0 for layer in inspection.layers)
+
+    features = client.features(PHOTOS["coffee"], model=family)
+    assert len(features.channels) == 16
+    assert all(np.isfinite(channel.gradient_weight) for channel in features.channels)
+
+
+@pytest.mark.parametrize("family", [*DETECTORS, "instances"])
+def test_object_is_named_by_its_class_and_box(family, client):
+    predictions = client.explain(PHOTOS["chelsea"], model=family, max_predictions=100).predictions
+    chosen = predictions[len(predictions) // 2]
+    by_box = camserve.detection(chosen.label, chosen.box)
+    (explanation,) = client.explain(PHOTOS["chelsea"], model=family, targets=[by_box]).explanations
+
+    assert explanation.target.label == chosen.label
+    overlapping = [p for p in predictions if p.label == chosen.label and p.box == explanation.target.box]
+    assert explanation.score == pytest.approx(overlapping[0].score, rel=1e-3)
+
+
+@pytest.mark.parametrize(("family", "words"), [("detr", "detection"), ("segformer", "segment")])
+def test_target_of_another_task_names_the_right_one(family, words, client):
+    with pytest.raises(camserve.CamserveError, match=words):
+        client.explain(PHOTOS["chelsea"], model=family, targets=["thing 1"])
