@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from camserve_server.models import KeepAspect, Preprocess, Source
+from camserve_server.models import KeepAspect, Preprocess, Source, TextTower
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)
 
@@ -83,3 +83,20 @@ class Finder(nn.Module):
 class Pooled(Colours):
     def forward(self, images):
         return self.smooth(torch.relu(self.colours(images * 0.225 + 0.45))).mean((2, 3))
+
+
+class Words(nn.Module):
+    """Text side of a model whose embedding is how red, green and blue an image is: it knows the names of colours."""
+
+    def __init__(self):
+        super().__init__()
+        self.vectors = nn.Parameter(torch.eye(3))
+
+    def forward(self, texts):
+        named = [[name in text for name in ("red", "green", "blue")] for text in texts]
+        return torch.tensor(named, dtype=torch.float32) @ self.vectors + self.vectors.mean(0) / 10
+
+
+def named():
+    """Return a model that compares images with the names of colours, as a factory of a user makes it."""
+    return Source(Pooled(), task="embed", text=TextTower(Words(), scale=10.0))

@@ -18,7 +18,7 @@ from camserve_server.jobs.cost import runs_unchanged
 from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS, Parameter, Perturbation
 from camserve_server.methods.values import MethodCall
-from camserve_server.models.values import LayerInfo, Layout, ModelInfo
+from camserve_server.models.values import LayerInfo, Layout, ModelInfo, TextHead
 from camserve_server.serving.receipts import Receipt
 from camserve_server.serving.requests import ExplainRequest
 from camserve_server.serving.results import ExplainResult, ModelPrediction, Timing
@@ -32,6 +32,7 @@ from camserve_server.targets.values import (
     RankTarget,
     SegmentTarget,
     SimilarityTarget,
+    TextTarget,
 )
 
 PARAMETERS = [parameter for name in METHODS for parameter in METHODS[name].parameters]
@@ -78,6 +79,10 @@ MODELS = {
     "boxes": replace(model("boxes", ["background", "cat", "dog", "sky"]), task="detect"),
     "scales": replace(model("scales"), task="detect", pyramid=("stem", "features")),
     "vectors": replace(model("vectors"), task="embed"),
+    "pairs": replace(model("pairs"), task="embed", text=TextHead(100.0, 0.0, exclusive=True, length=4)),
+    "apart": replace(
+        model("apart", ["a cat", "a dog"]), task="embed", text=TextHead(10.0, -5.0, exclusive=False, length=4)
+    ),
     "rich": replace(model("rich"), embedding="head"),
     "lonely": model("lonely", classes=1),
 }
@@ -478,6 +483,51 @@ WRONG |= {
         ["numbers returns numbers: explain one"],
     ),
     "the likeness of boxes": (likeness("boxes"), FailedPrecondition, "targets[0].similarity", ["detection(...)"]),
+    "text for classes": (
+        {"targets": [explain_pb2.Target(text="a cat")]},
+        FailedPrecondition,
+        "targets[0].text",
+        ["no texts"],
+    ),
+    "texts for classes": ({"texts": ["a cat"]}, FailedPrecondition, "texts", ["no texts", "SigLIP"]),
+    "text for vectors": (
+        {"model": "vectors", "targets": [explain_pb2.Target(text="a cat")]},
+        FailedPrecondition,
+        "targets[0].text",
+        ["no texts"],
+    ),
+    "nothing for pairs": (
+        {"model": "pairs"},
+        FailedPrecondition,
+        "targets",
+        ['text("a photo of a cat")', "texts=[...]"],
+    ),
+    "class without texts": (
+        {"model": "pairs", "targets": [index(0)]},
+        FailedPrecondition,
+        "targets[0].class_index",
+        ["text("],
+    ),
+    "long text": (
+        {"model": "pairs", "targets": [explain_pb2.Target(text="x" * 1001)]},
+        InvalidArgument,
+        "targets[0].text",
+        ["1,001", "1,000"],
+    ),
+    "long texts": ({"model": "pairs", "texts": ["a", "x" * 1001]}, InvalidArgument, "texts[1]", ["1,001", "1,000"]),
+    "10,000 texts": ({"model": "pairs", "texts": map(str, range(10_000))}, InvalidArgument, "texts", ["10000", "1000"]),
+    "text named twice": (
+        {"model": "pairs", "texts": ["a", "b", "a"]},
+        InvalidArgument,
+        "texts[2]",
+        ["same", "index 0"],
+    ),
+    "unknown text": (
+        {"model": "pairs", "texts": ["a cat", "a dog"], "targets": [explain_pb2.Target(label="a cta")]},
+        NotFound,
+        "targets[0].label",
+        ['did you mean "a cat"'],
+    ),
     "no target for vectors": ({"model": "vectors"}, FailedPrecondition, "targets", ["similarity(...)"]),
     "a likeness without an embedding": (
         likeness("resnet50"),
@@ -773,7 +823,7 @@ def finding(heatmap=None, verdict=Verdict.OK, target=ClassTarget(1), **rest):  #
     return Explanation(call, rest.get("layer", ""), target, rest.get("score", 1.5), heatmap, verdict)
 
 
-RECEIPT = Receipt("timm:resnet50", "default", "d1", "float32", "cpu", "d2", "d3", {"torch": "2.11"})
+RECEIPT = Receipt("timm:resnet50", "default", "d1", "float32", "cpu", "d2", "d3", {"torch": "2.11"}, ("a cat",))
 
 
 def reply(logits=(0.0, 1.0, 2.0, 3.0), predictions=4, answers=(), net=NET, *, heatmap=True):
@@ -968,10 +1018,37 @@ def test_response_has_the_model_and_the_visible_box_of_the_photo():
     assert sent.photo.seen == explain_pb2.Box(left=80, top=0, right=560, bottom=480)
 
 
+def test_texts_of_a_request_are_the_classes_of_its_model():
+    exclusive, apart = (ask(model=name, texts=["a cat", "a dog", "A CAR"]) for name in ("pairs", "apart"))
+    named = [explain_pb2.Target(label="a_car"), explain_pb2.Target(text="a bird"), index(1)]
+
+    assert (exclusive.job.model.task, apart.job.model.task) == ("classify", "multilabel")
+    assert exclusive.job.model.labels == exclusive.job.texts == ("a cat", "a dog", "A CAR")
+    assert (exclusive.job.targets, exclusive.job.rows) == ((RankTarget(0),), 1 + 3)
+    found = ask(model="pairs", texts=["a cat", "a dog", "A CAR"], targets=named).job
+    assert [found.targets[0], found.targets[1].text, found.targets[2]] == [ClassTarget(2), "a bird", ClassTarget(1)]
+    assert found.texts == ("a cat", "a dog", "A CAR", "a bird")
+
+
+def test_texts_of_a_models_entry_are_its_classes_unless_a_request_has_others():
+    assert ask(model="apart").job.model.labels == ("a cat", "a dog")
+    assert ask(model="apart", texts=["a bird"]).job.model.labels == ("a bird",)
+    described = codec.describe_model(MODELS["apart"])
+    assert (described.task, described.classes, described.accepts_texts) == ("multilabel", 2, True)
+    assert codec.describe_model(MODELS["pairs"]).task == "embed"
+
+
+def test_explained_text_has_the_text_as_its_label_and_can_be_sent_again():
+    explanation = explained(MODELS["pairs"], [1, 2, 3], TextTarget("a cat"), 25.5)
+
+    assert (explanation.target.label, explanation.target.score, explanation.target.probability) == ("a cat", 25.5, 0)
+    assert explanation.resolved_target == explain_pb2.Target(text="a cat")
+
+
 def test_response_has_the_complete_receipt():
     sent = reply().receipt
 
-    assert {name: getattr(sent, name) for name in asdict(RECEIPT)} == asdict(RECEIPT)
+    assert {name: getattr(sent, name) for name in asdict(RECEIPT)} == asdict(RECEIPT) | {"texts": ["a cat"]}
     assert {field.name for field in sent.DESCRIPTOR.fields} == set(asdict(RECEIPT))
 
 
@@ -991,7 +1068,7 @@ def unfilled(message, *, but=()):
 def test_model_description_is_complete():
     described = codec.describe_model(replace(NET, version=2, pyramid=("stem", "features")))
 
-    assert unfilled(described) == []
+    assert unfilled(described, but=["accepts_texts"]) == []
     assert described.pyramid == ["stem", "features"]
     assert described.version == 2
     assert (described.input_height, described.input_width) == (224, 192)

@@ -98,6 +98,7 @@ def test_every_parameter_is_decoded_into_its_field(served):
         "samples": 3,
         "noise": 0.25,
         "target": "owl",
+        "texts": "an owl\na cat",
         "layer": "0",
         "augmentation_smoothing": True,
         "eigen_smoothing": False,
@@ -125,6 +126,7 @@ def test_every_parameter_is_decoded_into_its_field(served):
         ],
         targets=[explain_pb2.Target(label="owl")],
         layers=["0"],
+        texts=["an owl", "a cat"],
         rendering=explain_pb2.Rendering(
             overlay=explain_pb2.IMAGE_FORMAT_PNG,
             colormap="turbo",
@@ -154,6 +156,7 @@ TARGETS = {
     "3 vs dog": explain_pb2.Target(contrast=explain_pb2.Contrast(why=NAMES["3"], why_not=NAMES["dog"])),
     "probability:3": explain_pb2.Target(class_index=3, softmax=True),
     "probability: cat": explain_pb2.Target(label="cat", softmax=True),
+    "text:an owl, asleep": explain_pb2.Target(text="an owl, asleep"),
     "finer:cat": explain_pb2.Target(finer=explain_pb2.Finer(why=NAMES["cat"])),
 }
 

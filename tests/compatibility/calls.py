@@ -17,7 +17,7 @@ PIXELS = np.stack([COLUMNS * 10, ROWS * 15, ROWS * COLUMNS * 7 % 256], -1).astyp
 
 MIRRORED = PIXELS[:, ::-1].copy()
 SLOW = {"kernel_shap", "lime"}  # both import scikit-learn
-ATTENTION = {"attention_rollout", "gradient_rollout", "chefer", "legrad"}  # no network here has attention
+ATTENTION = {"attention_rollout", "gradient_rollout", "chefer", "legrad", "gradeclip"}  # no network here has attention
 FEW = {"samples": 4, "steps": 4, "scales": 3}
 BARE = {"overlay": None, "max_predictions": 0}
 

@@ -652,6 +652,20 @@ def case_of_legrad(name):
         assert_close(combined(name, values, gradients, 1, blocks=blocks), expected[1:])
 
 
+@states("gradeclip")
+def case_of_gradeclip(name):
+    """Two heads of three channels, a class token and a token that the score does not depend on, and five patches."""
+    queries, keys, values, gradients = generator().normal(size=(4, 2, 7, 3))
+    gradients[:, 1:] = 0
+    tensors = (torch.from_numpy(each[None]) for each in (queries, keys, values, gradients))
+    q, k, v, g = (np.concatenate(list(each), 1) for each in (queries, keys, values, gradients))
+    cosines = np.array([q[0] @ key / np.linalg.norm(q[0]) / np.linalg.norm(key) for key in k[2:]])
+    share = (cosines - cosines.min()) / (cosines.max() - cosines.min())
+    found = METHODS[name].combine(*tensors, 2)[0]
+    assert_close(found, np.maximum(share * (v[2:] @ g[0]), 0))
+    assert (found > 0).any()
+
+
 # ---------------------------------------------------------------------------------------- combined maps, baselines
 
 

@@ -58,7 +58,8 @@ def doubled(module):
 
 def exact(model):
     """The same model in float64, without its accelerated copy."""
-    return LoadedModel(replace(model.info, precision="float32"), doubled(model.module), dtype=torch.float64)
+    info = replace(model.info, precision="float32")
+    return LoadedModel(info, doubled(model.module), dtype=torch.float64, text=model.text)
 
 
 def worst_error_ratio(answers, model, *args):
@@ -92,7 +93,7 @@ def run(model, rows, layers=(), kind="cam", randomised=None):
 
 def plain(model):
     """The same model without its accelerated copy, which knows nothing of what a test does to the model afterwards."""
-    return LoadedModel(model.info, model.module)
+    return LoadedModel(model.info, model.module, text=model.text)
 
 
 def maps(model, image, layer, target=None, methods=CAMS):

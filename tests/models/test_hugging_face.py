@@ -67,7 +67,7 @@ def dino():
 
 
 KINDS = {"vit": vit, "resnet": resnet, "convnext": convnext, "swin": swin, "dino": dino}
-NO_ATTENTION = {"attention_rollout", "gradient_rollout", "chefer", "legrad"}
+NO_ATTENTION = {"attention_rollout", "gradient_rollout", "chefer", "legrad", "gradeclip"}
 NO_RELU = {"guided_backprop", "deconvnet", "guided_gradcam"}
 REFUSED = {
     "vit": NO_RELU, "dino": NO_RELU, "resnet": NO_ATTENTION, "convnext": NO_RELU | NO_ATTENTION,

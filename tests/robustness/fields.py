@@ -28,6 +28,7 @@ MODELS = (
     "tiny=robustness.nets:tiny?size=32&labels={labels}",
     "parts=coloured:Colours?size=32",
     "finder=coloured:Finder?size=32",
+    "named=coloured:named?size=32",
 )
 KEYS = {"Method": "samples", "Metric": "steps"}
 """A parameter of the method and of the metric in valid requests."""
@@ -121,6 +122,7 @@ TARGETS = {
     "contrast": ("tiny", explain_pb2.Target(contrast=explain_pb2.Contrast(why=name(1), why_not=name(2)))),
     "finer": ("tiny", explain_pb2.Target(finer=explain_pb2.Finer(why=name(1), against=[name(2)]))),
     "similarity": ("tiny", explain_pb2.Target(similarity=explain_pb2.Similarity(image=PHOTO))),
+    "text": ("named", explain_pb2.Target(text="a red square")),
     "segment": ("parts", explain_pb2.Target(segment=explain_pb2.Segment(class_name=name(1), region=BOX))),
     "detection": ("finder", explain_pb2.Target(detection=explain_pb2.Detection(class_name=name(1), box=BOX))),
     "softmax": ("tiny", explain_pb2.Target(class_index=1, softmax=True)),

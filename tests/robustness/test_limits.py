@@ -18,6 +18,7 @@ from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
 from camserve_server.scheduling import admission
 from camserve_server.serving import memory
+from camserve_server.serving.text_cache import TEXT_CACHE
 from robustness import error_checks, nets
 from support import serving
 
@@ -125,6 +126,8 @@ def request_limits():
         ("channels of a layer", f"{limits.channels}", "", f"{INVALID}, `top`"),
         ("raw maps of these channels", mib(limits.raw_bytes), "", f"{INVALID}, `top`"),
         ("characters of a text", f"{limits.text:,}", "", f"{INVALID}, the field"),
+        ("texts that are the classes of a request", f"{limits.texts:,}", "", f"{INVALID}, `texts`"),
+        ("memory of the embeddings of texts, all requests", mib(TEXT_CACHE), "", "the text is embedded again later"),
         (
             "images of a ModelInfer request",
             f"{limits.images}",

@@ -64,7 +64,7 @@ def test_targets_that_do_not_depend_on_the_prediction_stay_as_they_are(outputs):
 
 def test_every_kind_of_target_has_its_own_name():
     names = [targets.kind_of(kind.__new__(kind)).name for kind in get_args(Target)]
-    assert len(set(names)) == len(names) == 9
+    assert len(set(names)) == len(names) == 10
 
 
 def test_scores_of_mixed_kinds_are_those_of_each_target_alone(outputs):

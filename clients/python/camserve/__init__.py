@@ -51,6 +51,7 @@ from camserve._targets import (
     Segment,
     Similarity,
     TargetLike,
+    Text,
     contrast,
     detection,
     finer,
@@ -58,6 +59,7 @@ from camserve._targets import (
     probability,
     segment,
     similarity,
+    text,
 )
 from camserve._values import (
     Cost,
@@ -137,6 +139,7 @@ __all__ = [
     "Similarity",
     "Statistics",
     "TargetLike",
+    "Text",
     "Timing",
     "Unauthenticated",
     "Unavailable",
@@ -148,4 +151,5 @@ __all__ = [
     "probability",
     "segment",
     "similarity",
+    "text",
 ]

@@ -57,8 +57,8 @@ class ExplainOptions(TypedDict, total=False):
         methods: One method or several, up to 16. Each is a name, a ``Method``, or a pair of name
             and parameters. Default: gradcam.
         targets: One target or several, up to 16: labels, class indices, ``contrast(a, b)``,
-            ``finer(a)``, ``probability(a)``, ``segment(a)``, ``mask(a, image)``, ``detection(a)``
-            or ``similarity(image)``. Default: the ``top_k`` most probable classes.
+            ``finer(a)``, ``probability(a)``, ``segment(a)``, ``mask(a, image)``, ``detection(a)``,
+            ``similarity(image)`` or ``text(a)``. Default: the ``top_k`` most probable classes.
         layers: One layer or several, up to 8, by name; or "pyramid": all scales of a detector in one
             map. Default: the pyramid, if the model has one, or else its default layer.
         fusion: How to combine the maps of several layers into one: "mean", "max", "product" or
@@ -106,6 +106,9 @@ class ExplainOptions(TypedDict, total=False):
             quantile, or ``RegionOptions``. Default: False.
         class_map: True to return the predicted class of each cell, for models of semantic
             segmentation. Default: False.
+        texts: Texts that are the classes of this request, up to 1000, for models that compare images
+            with texts, such as CLIP: ``result.predictions`` are then these texts, and targets may name
+            them as labels. Default: the labels of the model.
     """
 
     model: str | None
@@ -133,6 +136,7 @@ class ExplainOptions(TypedDict, total=False):
     fade: bool
     regions: RegionsLike
     class_map: bool
+    texts: Sequence[str]
 
 
 class ImageWithOptions(ExplainOptions):
@@ -178,6 +182,7 @@ class ExplainRequestBuilder:
     fade: bool = False
     regions: RegionsLike = False
     class_map: bool = False
+    texts: Sequence[str] = ()
 
     def request(self) -> explain_pb2.ExplainRequest:
         """Return the request without its image.
@@ -206,7 +211,24 @@ class ExplainRequestBuilder:
             max_predictions=self.max_predictions,
             fusion=look_up(_FUSIONS, self.fusion, "fusion"),
             class_map=self.class_map,
+            texts=texts_of(self.texts),
         )
+
+
+def texts_of(texts: object) -> list[str]:
+    """Return the texts of a request as a list.
+
+    Raises:
+        InvalidArgument: They are one string, whose letters would be the texts, or no strings.
+    """
+    if isinstance(texts, str):
+        raise invalid("texts", f"they must be a list of strings, such as [{texts!r}]")
+    listed: list[str] = []
+    for index, text in enumerate(cast("Iterable[object]", texts)):
+        if not isinstance(text, str):
+            raise invalid(f"texts[{index}]", f"it must be a str, not {type(text).__name__}")
+        listed.append(text)
+    return listed
 
 
 def fusion_name(number: explain_pb2.Fusion.ValueType) -> str | None:
@@ -390,11 +412,13 @@ def _decode_receipt(
     if not response.HasField("receipt"):
         return None
     receipt = response.receipt
-    names = [descriptor.name for descriptor in receipt.DESCRIPTOR.fields if descriptor.name != "versions"]
+    lists = ("versions", "texts")
+    names = [descriptor.name for descriptor in receipt.DESCRIPTOR.fields if descriptor.name not in lists]
     return Receipt(
         **{name: getattr(receipt, name) for name in names},
         model=response.model,
         versions=dict(receipt.versions),
+        texts=tuple(receipt.texts),
         method=message.method,
         parameters={name: value(parameter) for name, parameter in message.parameters.items()},
         augmentation_smoothing=message.augmentation_smoothing,

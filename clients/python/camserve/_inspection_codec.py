@@ -39,11 +39,13 @@ class InspectOptions(TypedDict, total=False):
         target: The target whose score is differentiated: a label, a class index, or
             ``contrast(a, b)``. Default: the class that the model predicts.
         layers: One layer or several, by name. Default: every module that runs.
+        texts: Texts that are the classes of this request: see ``ExplainOptions``.
     """
 
     model: str | None
     target: _targets.TargetLike | None
     layers: str | Sequence[str] | None
+    texts: Sequence[str]
 
 
 class FeaturesOptions(TypedDict, total=False):
@@ -60,6 +62,7 @@ class FeaturesOptions(TypedDict, total=False):
         picture: Format of a picture with a tile for each channel: "png", "jpeg", "webp", or None
             for no picture. Default: "png".
         colormap: Name of the tiles' colour map. Default: "viridis".
+        texts: Texts that are the classes of this request: see ``ExplainOptions``.
     """
 
     layer: str | None
@@ -70,6 +73,7 @@ class FeaturesOptions(TypedDict, total=False):
     maps: bool
     picture: str | None
     colormap: str
+    texts: Sequence[str]
 
 
 def inspection_request(image: object, options: InspectOptions) -> explain_pb2.InspectLayersRequest:
@@ -85,6 +89,7 @@ def inspection_request(image: object, options: InspectOptions) -> explain_pb2.In
             image=_codec.image_bytes(image),
             target=_encode_target(options.get("target")),
             layers=[layers] if isinstance(layers, str) else layers,
+            texts=_codec.texts_of(options.get("texts", ())),
         )
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"an option has the wrong type: {error}") from error
@@ -110,6 +115,7 @@ def features_request(image: object, options: FeaturesOptions) -> explain_pb2.Ext
             raw=options.get("maps", True),
             picture=look_up(FORMATS, options.get("picture", "png"), "picture"),
             colormap=options.get("colormap", ""),
+            texts=_codec.texts_of(options.get("texts", ())),
         )
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"an option has the wrong type: {error}") from error

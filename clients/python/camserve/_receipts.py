@@ -56,6 +56,7 @@ class Receipt:
         score: The score of the target.
         verdict: Result of the check that the map can be read as an explanation.
         heatmap: The raw map, float32 [h, w]; None if it was not requested.
+        texts: The texts that were the model's classes, if it compares images with texts.
     """
 
     model: str
@@ -77,6 +78,7 @@ class Receipt:
     score: float
     verdict: Verdict
     heatmap: NDArray[np.float32] | None = field(repr=False)
+    texts: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def heatmap_sha256(self) -> str | None:
@@ -89,6 +91,8 @@ class Receipt:
         content["score"] = _json_number(self.score)
         content["parameters"] = {name: _json_number(value) for name, value in self.parameters.items()}
         content["heatmap"] = None if self.heatmap is None else _json_map(self.heatmap)
+        if not self.texts:  # a receipt without texts can be read by older clients
+            del content["texts"]
         return json.dumps({"format": FORMAT, **content}, indent=2, ensure_ascii=False, allow_nan=False)
 
     @staticmethod
@@ -187,6 +191,8 @@ def _check_format(name: object) -> None:
 
 def _read_field(name: str, content: Mapping[str, Any]) -> Any:
     expected, read = _READERS.get(name, _STRING)
+    if name == "texts" and name not in content:
+        return ()
     if name not in content:
         raise InvalidArgument(f'the receipt has no "{name}"')
     try:
@@ -224,7 +230,7 @@ def _mapping_of(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda mapping: {name: read(value) for name, value in mapping.items()}
 
 
-def _read_layers(value: object) -> tuple[str, ...]:
+def _read_strings(value: object) -> tuple[str, ...]:
     return tuple(map(_instance_of(str), _instance_of(list)(value)))
 
 
@@ -254,7 +260,8 @@ _READERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "parameters": ("an object of numbers and strings", _mapping_of(_read_number_or_string)),
     "augmentation_smoothing": ("true or false", _instance_of(bool)),
     "eigen_smoothing": ("true or false", _instance_of(bool)),
-    "layers": ("a list of names", _read_layers),
+    "layers": ("a list of names", _read_strings),
+    "texts": ("a list of texts", _read_strings),
     "fusion": (f"null, {', '.join(FUSIONS)}", _read_fusion),
     "target": ("a target", _read_target),
     "score": ("a number", _read_number),

@@ -96,6 +96,7 @@ def request(receipt: Receipt) -> explain_pb2.ExplainRequest:
         methods=Method(receipt.method, receipt.parameters, *smoothing),
         layers=receipt.layers,
         fusion=receipt.fusion,
+        texts=receipt.texts,
     ).request()
     request.targets.append(target_message(receipt.target))
     return request

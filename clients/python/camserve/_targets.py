@@ -51,6 +51,13 @@ class Similarity:
 
 
 @dataclass(frozen=True, slots=True)
+class Text:
+    """The score that a model gives the image and a text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """The mean logit of a class over a region of the image."""
 
@@ -74,7 +81,9 @@ class Detection:
     box: BoxLike | None = None
 
 
-TargetLike: TypeAlias = "str | SupportsIndex | Contrast | Probability | Finer | Similarity | Segment | Mask | Detection"
+TargetLike: TypeAlias = (
+    "str | SupportsIndex | Contrast | Probability | Finer | Similarity | Text | Segment | Mask | Detection"
+)
 
 
 def contrast(why: ClassLike, why_not: ClassLike) -> Contrast:
@@ -132,6 +141,20 @@ def similarity(image: object) -> Similarity:
         image: The other photo: a path, bytes, a PIL image or a ``uint8 [H, W, 3]`` RGB array.
     """
     return Similarity(image)
+
+
+def text(text: str) -> Text:
+    """Explain the similarity of the image and a text, for models such as CLIP and SigLIP.
+
+    The score is the model's own: the cosine between the two embeddings, times the model's scale, plus its bias.
+
+    >>> text("a photo of a cat")
+    Text(text='a photo of a cat')
+
+    Args:
+        text: The text, up to 1000 characters.
+    """
+    return Text(text)
 
 
 def segment(why: ClassLike, region: BoxLike | None = None) -> Segment:
@@ -224,6 +247,12 @@ def _encode_similarity(target: Similarity, field: str, read_image: Callable[[obj
         raise invalid(f"{field}.similarity.image", reason) from error
 
 
+def _encode_text(target: Text, field: str, _read_image: object) -> explain_pb2.Target:
+    if not isinstance(target.text, str):
+        raise invalid(f"{field}.text", f"a text must be a str, not {type(target.text).__name__}")
+    return explain_pb2.Target(text=target.text)
+
+
 def _encode_segment(target: Segment, field: str, _read_image: object) -> explain_pb2.Target:
     field = f"{field}.segment"
     segment = explain_pb2.Segment(class_name=_class_name(target.why, f"{field}.class_name"))
@@ -256,6 +285,7 @@ _ENCODERS: Mapping[type, Callable[[Any, str, Callable[[object], bytes]], explain
     Probability: _encode_probability,
     Finer: _encode_finer,
     Similarity: _encode_similarity,
+    Text: _encode_text,
     Segment: _encode_segment,
     Mask: _encode_mask,
     Detection: _encode_detection,
@@ -340,6 +370,7 @@ _DECODERS: Mapping[str, Callable[[explain_pb2.Target], TargetLike | None]] = {
     "class_index": _decode_class_index,
     "contrast": _decode_contrast,
     "finer": _decode_finer,
+    "text": lambda message: Text(message.text),
     "segment": _decode_segment,
     "detection": _decode_detection,
 }

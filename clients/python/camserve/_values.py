@@ -117,6 +117,7 @@ class Model:
         version: The number of times it was loaded since the server started.
         state: State of the model. UNSPECIFIED, from a server that does not report states, means that
             the model answers.
+        accepts_texts: True if it compares images with texts: ``texts=`` and ``text(...)`` are for such models.
         pyramid: The layers of a detector's scales, the finest first; empty without several.
     """
 
@@ -135,6 +136,7 @@ class Model:
     labels: tuple[str, ...] = ()
     version: int = 0
     state: ModelState = ModelState.UNSPECIFIED
+    accepts_texts: bool = False
     pyramid: tuple[str, ...] = ()
 
 

@@ -222,6 +222,7 @@ _TARGET_PARSERS: dict[str, Callable[[str], camserve.TargetLike]] = {
     "probability": lambda text: camserve.probability(_parse_class(text)),
     "finer": _parse_finer,
     "similarity": camserve.similarity,
+    "text": camserve.text,
     "segment": _parser_with_box(camserve.segment),
     "mask": _parse_mask,
     "detection": _parser_with_box(camserve.detection),
@@ -246,6 +247,7 @@ class ExplainFlags(TypedDict):
     model: str | None
     methods: tuple[camserve.Method, ...]
     targets: tuple[camserve.TargetLike, ...]
+    texts: tuple[str, ...]
     layers: tuple[str, ...]
     fusion: str | None
     top_k: int
@@ -319,6 +321,14 @@ _layers_option = click.option(
     help='Layer to explain, or "pyramid" for all scales of a detector in one map. Repeatable. Default: the pyramid, if '
     "there is one, or else the model's default layer.",
 )
+_texts_option = click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    metavar="TEXT",
+    help="Text that is a class, such as 'a photo of a cat', for models that compare images with texts. Repeatable. "
+    "Default: the labels of the model.",
+)
 _fusion_option = click.option(
     "--fusion",
     type=click.Choice(["mean", "max", "product", "sum"]),
@@ -361,9 +371,10 @@ _target_option = click.option(
     type=_parse_target,
     metavar="TARGET",
     help='Target: a label, a class index, "tabby vs tiger cat", "finer:tabby", "probability:tabby", "segment:cat", '
-    '"mask:cat@MASK.png", "detection:dog@LEFT,TOP,RIGHT,BOTTOM" or "similarity:OTHER.jpg". Repeatable. Default: the '
-    "predicted class.",
+    '"mask:cat@MASK.png", "detection:dog@LEFT,TOP,RIGHT,BOTTOM", "similarity:OTHER.jpg" or "text:a cat". Repeatable. '
+    "Default: the predicted class.",
 )
+@_texts_option
 @_layers_option
 @_fusion_option
 @click.option(
@@ -636,6 +647,7 @@ class _EvaluateFlags(TypedDict):
     methods: tuple[camserve.Method, ...]
     metrics: tuple[camserve.Metric, ...]
     targets: tuple[camserve.TargetLike, ...]
+    texts: tuple[str, ...]
     layers: tuple[str, ...]
     box: camserve.Box | None
 
@@ -671,6 +683,7 @@ class _EvaluateFlags(TypedDict):
     metavar="CLASS[ vs CLASS]",
     help="Target: a label or a class index. Repeatable. Default: the predicted class.",
 )
+@_texts_option
 @_layers_option
 @click.option(
     "--box",
@@ -954,6 +967,7 @@ def _print_method(method: camserve.MethodInfo, *, as_json: bool) -> None:
 @_photo_argument
 @_model_option
 @_target_option
+@_texts_option
 @click.option(
     "--layer", "layers", multiple=True, metavar="NAME", help="Layer to measure. Repeatable. Default: all layers."
 )
@@ -978,6 +992,7 @@ class _FeaturesFlags(TypedDict):
 
     model: str | None
     target: camserve.TargetLike | None
+    texts: tuple[str, ...]
     layer: str | None
     rank: str
     top: int
@@ -988,6 +1003,7 @@ class _FeaturesFlags(TypedDict):
 @_photo_argument
 @_model_option
 @_target_option
+@_texts_option
 @click.option("--layer", metavar="NAME", help="Layer. Default: the model's default layer.")
 @click.option(
     "-o",

@@ -20,7 +20,7 @@ from camserve_server.app import server
 from camserve_server.core import config
 from camserve_server.core.errors import ConfigError, ServiceError, did_you_mean
 from camserve_server.imaging import inputs
-from camserve_server.models import ModelSpec, Source, parse, search_current_folder, spec_of_network
+from camserve_server.models import ModelSpec, Source, TextTower, parse, search_current_folder, spec_of_network
 from camserve_server.models.live import Output
 from camserve_server.models.source import IMAGENET_MEAN, IMAGENET_STD
 from camserve_server.models.values import Task
@@ -47,6 +47,8 @@ class NetworkOptions(TypedDict, total=False):
         output: Function that turns the network's output into logits [B, classes].
         task: Task of the network, such as "multilabel". Default: detected by running it.
         accelerate: True to run a faster copy of the network where one exists. Default: True.
+        text: Text side of a network whose output is an embedding of the image, such as that of CLIP. Labels are then
+            texts.
     """
 
     size: int | inputs.Size | None
@@ -58,6 +60,7 @@ class NetworkOptions(TypedDict, total=False):
     output: Output | None
     task: Task | None
     accelerate: bool
+    text: TextTower | None
 
 
 class Explainer(camserve.Client):
@@ -152,7 +155,9 @@ def _spec_of(network: nn.Module, options: NetworkOptions) -> ModelSpec:
         options.get("transform"),
     )
     labels = tuple(options.get("labels", ()))
-    source = Source(network, preprocess, labels, options.get("task"), options.get("output"))
+    text = options.get("text")
+    task = options.get("task") or ("embed" if text else None)
+    source = Source(network, preprocess, labels, task, options.get("output"), text)
     accelerate = options.get("accelerate", True)
     return replace(spec_of_network(type(network).__name__, source, shared=True), accelerate=accelerate)
 

@@ -26,6 +26,7 @@ class Limits:
         channels: channels of a layer in a response.
         raw_bytes: bytes of a layer's raw maps in one response. Callers request fewer channels at a time above it.
         text: characters of a name, a label or any other text.
+        texts: texts that are the classes of one request.
         images: images in one ModelInfer request.
         tensors: inputs or outputs of one ModelInfer request.
         axes: axes of a tensor's shape.
@@ -49,6 +50,7 @@ class Limits:
     channels: int = 256
     raw_bytes: int = 32 * 2**20
     text: int = 1000
+    texts: int = 1000
     images: int = 8
     tensors: int = 16
     axes: int = 8

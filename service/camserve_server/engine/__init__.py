@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from camserve_server.core.devices import device_for
 from camserve_server.core.errors import OutOfMemory
-from camserve_server.engine import attention, bias, cam, inspection, saliency, score
+from camserve_server.engine import attention, bias, cam, inspection, last_attention, saliency, score, text
 from camserve_server.engine.inputs import apply_view, normalise
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.models import LoadedModel
@@ -28,9 +28,11 @@ RUNS: Mapping[Kind, Callable[[LoadedModel, Pass, Sequence[Row]], list[RowResult]
     "deconvnet": saliency.run,
     "attention": attention.run,
     "each": attention.run_each,
+    "last": last_attention.run,
     "bias": bias.run,
     "inspect": inspection.run,
     "features": inspection.run_features,
+    "text": text.run,
 }
 """The function that runs a batch, by the kind of its pass."""
 

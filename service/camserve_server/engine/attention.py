@@ -23,7 +23,7 @@ from camserve_server.engine.batch import (
     forward,
     in_row_order,
     make_inputs,
-    resolve_targets,
+    read_outputs,
     run_backward_passes,
     score_passes,
 )
@@ -163,7 +163,7 @@ class _HeadOutputs:
             replace(rows[index], target=target) for index, target in zip(backward.rows, backward.targets, strict=True)
         ]
         blocks = [_shift(backward.at, block * batch) for block in range(len(self.means))]
-        score = torch.stack([resolve_targets(self.outputs[at], fixed_rows)[1] for at in blocks]).sum()
+        score = torch.stack([read_outputs(self.outputs[at], fixed_rows)[1] for at in blocks]).sum()
         return list(_gradient(score, self.head_input).chunk(len(self.means)))
 
 
@@ -315,13 +315,7 @@ class _AttentionCapture(PlainAttention):
         Raises:
             FailedPrecondition: the attention is not between all of an image's patches, block after block.
         """
-        # Reversed, so that the first layer with a number of tokens wins: its grid is the most certain, because no
-        # attention has mixed the tokens yet.
-        layers = reversed(list(info.layers.values()))
-        grids = {layer.layout.tokens: layer.layout for layer in layers if layer.layout and not layer.layout.suffix}
-        if self.blocks and isinstance(info.preprocess.resize, KeepAspect):  # grids are known to a row and a column
-            tokens = self.blocks[0].activation.shape[-1]
-            grids = {layout.tokens: layout for layout in (fitting(layout, tokens) for layout in grids.values())}
+        grids = token_grids(info, self.blocks[0].activation.shape[-1] if self.blocks else 0)
         if fault := self._fault(len(rows), grids):
             name = rows[0].calls[0].name
             raise FailedPrecondition(f"{name} needs {METHODS[name].needs}: {fault.format(name=info.name)}")
@@ -353,6 +347,22 @@ def _with_attention(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor
     original = functional.multi_head_attention_forward
     names = {"scaled_dot_product_attention": attend, "has_torch_function": lambda _tensors: False}
     return FunctionType(original.__code__, vars(functional) | names, original.__name__, original.__defaults__)
+
+
+def token_grids(info: ModelInfo, tokens: int) -> dict[int, Layout]:
+    """Return the layouts of layers of tokens, by their number of tokens.
+
+    Args:
+        info: the model.
+        tokens: the number of tokens that is looked for; 0 for none.
+    """
+    # Reversed, so that the first layer with a number of tokens wins: its grid is the most certain, because no attention
+    # has mixed the tokens yet.
+    layers = reversed(list(info.layers.values()))
+    grids = {layer.layout.tokens: layer.layout for layer in layers if layer.layout and not layer.layout.suffix}
+    if tokens and isinstance(info.preprocess.resize, KeepAspect):  # grids are known to a row and a column
+        grids = {layout.tokens: layout for layout in (fitting(layout, tokens) for layout in grids.values())}
+    return grids
 
 
 _SOFTMAXES = (functional.softmax, torch.softmax, torch.special.softmax, Tensor.softmax)

@@ -102,13 +102,18 @@ def _change(image: Tensor, row: Row) -> Tensor:
 def forward(model: LoadedModel, inputs: Tensor) -> Outputs:
     """Run a model; return its outputs in float32."""
     info = model.info
-    precision: torch.dtype = getattr(torch, info.precision)
-    # Weights that are already in half precision need no autocast.
-    half = precision != torch.float32 and model.dtype == torch.float32
-    autocast = torch.autocast(inputs.device.type, precision if half else torch.bfloat16, enabled=half)
-    with record_embeddings(model.module, info.embedding) as embeddings, autocast:
+    with record_embeddings(model.module, info.embedding) as embeddings, in_precision(model):
         values = tasks.values_of(model.module(inputs.to(model.dtype)), info.task).float()
     return Outputs(info, values, embeddings[-1].float() if embeddings else None)
+
+
+def in_precision(model: LoadedModel) -> torch.autocast:
+    """Compute in the model's precision inside the block."""
+    precision: torch.dtype = getattr(torch, model.info.precision)
+    # Weights that are already in half precision need no autocast.
+    half = precision != torch.float32 and model.dtype == torch.float32
+    kind = torch.device(model.info.device).type
+    return torch.autocast(kind, precision if half else torch.bfloat16, enabled=half)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,18 +221,42 @@ def score_pass(
     """Return a backward pass for the rows with these indices before it runs, and the scores [b] of its rows."""
     at = unique.index_of(indices, outputs.values.device)
     pass_outputs = outputs[at]
-    fixed, scores = resolve_targets(pass_outputs, [rows[index] for index in indices])
+    fixed, scores, summaries = read_outputs(pass_outputs, [rows[index] for index in indices])
     inputs = [unique.input_of_row[index] for index in indices]
-    return BackwardPass(indices, inputs, at, fixed, scores.detach(), targets.summary(pass_outputs)), scores
+    return BackwardPass(indices, inputs, at, fixed, scores.detach(), summaries), scores
 
 
-def resolve_targets(outputs: Outputs, rows: Sequence[Row]) -> tuple[list[FixedTarget], Tensor]:
-    """Return each row's fixed target and its score [b].
+def read_outputs(outputs: Outputs, rows: Sequence[Row]) -> tuple[list[FixedTarget], Tensor, list[Tensor]]:
+    """Return each row's fixed target, its score [b], and the tensor from which `RowResult.logits` is read.
 
     Args:
         outputs: outputs for the input of each row.
         rows: the rows.
     """
+    groups = _by_texts(rows)
+    if list(groups) == [None]:
+        return *_resolve_targets(outputs, rows), targets.summary(outputs)
+    parts: dict[int, tuple[FixedTarget, Tensor, Tensor]] = {}
+    for texts, places in groups.values():
+        group = outputs[device_for(outputs.values.device).tensor(places)]
+        if texts is not None:
+            group = targets.with_texts(group, texts)
+        fixed, scores = _resolve_targets(group, [rows[place] for place in places])
+        parts |= dict(zip(places, zip(fixed, scores, targets.summary(group), strict=True), strict=True))
+    all_fixed, all_scores, summaries = zip(*(parts[place] for place in range(len(rows))), strict=True)
+    return list(all_fixed), torch.stack(all_scores), list(summaries)
+
+
+def _by_texts(rows: Sequence[Row]) -> dict[int | None, tuple[Map | None, list[int]]]:
+    """Return the embeddings of texts that rows have as their classes, and the rows' indices; None without texts."""
+    groups: dict[int | None, tuple[Map | None, list[int]]] = {}
+    for index, row in enumerate(rows):
+        groups.setdefault(None if row.texts is None else id(row.texts), (row.texts, []))[1].append(index)
+    return groups
+
+
+def _resolve_targets(outputs: Outputs, rows: Sequence[Row]) -> tuple[list[FixedTarget], Tensor]:
+    """Return each row's fixed target and its score [b]; see `read_outputs`."""
     fixed = targets.resolve(outputs, [row.target for row in rows])
     size = outputs.info.preprocess.size
     in_view = [targets.seen_in(target, row.views, size) for target, row in zip(fixed, rows, strict=True)]

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from camserve_server import targets
 from camserve_server.core.devices import device_for, fetch_arrays
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.batch import (
@@ -22,7 +21,7 @@ from camserve_server.engine.batch import (
     find_unique_inputs,
     forward,
     make_inputs,
-    resolve_targets,
+    read_outputs,
 )
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.models import LoadedModel
@@ -48,8 +47,8 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
 def _results(outputs: Outputs, unique: UniqueInputs, rows: Sequence[Row]) -> list[RowResult]:
     """Return the results of rows, given the outputs for their distinct inputs."""
     outputs = outputs[unique.index_of(range(len(rows)), outputs.values.device)]
-    fixed, scores = resolve_targets(outputs, rows)
-    score_array, *summaries = fetch_arrays([scores, *targets.summary(outputs)])
+    fixed, scores, summaries_on_device = read_outputs(outputs, rows)
+    score_array, *summaries = fetch_arrays([scores, *summaries_on_device])
     results = [RowResult(*result) for result in zip(summaries, fixed, score_array.tolist(), strict=True)]
     return [
         replace(result, class_map=_class_map(values)) if row.class_map else result

@@ -36,6 +36,8 @@ class Row:
         features: True to return the layers' feature maps, in a "cam" pass.
         targets: the number of targets that its request explains; their rows may be in different batches.
         class_map: True to return the predicted class of each cell of a segmentation, in a "score" pass.
+        texts: embeddings of the texts that are the classes of its request, of length 1, float32 [n,E]; None if the
+            classes are the model's own. Rows of one request share the array.
     """
 
     image: Input
@@ -47,6 +49,7 @@ class Row:
     features: bool = False
     targets: int = 1
     class_map: bool = False
+    texts: NDArray[np.float32] | None = None
 
     @property
     def input(self) -> Hashable:
@@ -108,7 +111,8 @@ class RowResult:
         logits: the model's outputs for the row's input, float32. Of a classifier [classes]. Of a segmentation
             [classes, 3]: for each class the share of the image that it covers, its mean probability there, and its mean
             logit. Of a detector [n, 6]: for each object the class, score, left, top, right and bottom in the input's
-            pixels; class -1 marks no object. Of a model without a head the embedding.
+            pixels; class -1 marks no object. Of a model without a head the embedding; with texts, the score of each.
+            For "text", the embedding of the row's text.
         target: the row's target, fixed by the model's outputs.
         score: score of the target: the value that was differentiated, for example a logit.
         maps: maps by layer, then by method: float32 [h,w] each. For a method that makes copies, the terms of its mean,

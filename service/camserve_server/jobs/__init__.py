@@ -13,7 +13,8 @@ from camserve_server.jobs.explanation_run import ExplanationRun
 from camserve_server.jobs.result import make_result
 from camserve_server.jobs.row_runner import Executor, Progress, RowRunner, call_directly, ignore_progress
 from camserve_server.jobs.run_methods import run_job
-from camserve_server.jobs.values import Collect, Explanation, Job, JobResult, LayerMaps, RawMap, Submit
+from camserve_server.jobs.texts import TextEmbeddings, embed_texts
+from camserve_server.jobs.values import Collect, Explanation, Job, JobResult, LayerMaps, RawMap, Submit, texts_of
 from camserve_server.jobs.verdict import judge
 
 
@@ -59,12 +60,15 @@ __all__ = [
     "Readings",
     "RowRunner",
     "Submit",
+    "TextEmbeddings",
     "channels_of",
     "default_call",
+    "embed_texts",
     "evaluate",
     "explain",
     "ignore_progress",
     "judge",
     "rows_of",
     "runs_unchanged",
+    "texts_of",
 ]

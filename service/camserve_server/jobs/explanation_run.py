@@ -14,6 +14,7 @@ from camserve_server.engine import apply_view, normalise
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.imaging.values import View
 from camserve_server.jobs.row_runner import RowRunner
+from camserve_server.jobs.texts import embed_texts
 from camserve_server.jobs.values import Job
 from camserve_server.methods import METHODS
 from camserve_server.methods.values import MethodCall
@@ -36,6 +37,7 @@ class ExplanationRun:
         answers: for each target, the result of its row with the unchanged image; empty until `run_unchanged`.
         randomised: the modules of the model that get random weights; None for no module.
         class_map: the predicted class of each cell, as in `RowResult`, if the job asks for it and it has run.
+        texts: embeddings of the texts that are the model's classes, as in `Row`, once they are computed.
     """
 
     job: Job
@@ -45,6 +47,7 @@ class ExplanationRun:
     answers: tuple[RowResult, ...] = ()
     randomised: Randomised | None = None
     class_map: NDArray[np.uint16] | None = None
+    texts: NDArray[np.float32] | None = None
 
     @property
     def targets(self) -> tuple[FixedTarget, ...]:
@@ -61,7 +64,7 @@ class ExplanationRun:
 
     def row(self, target: FixedTarget, calls: tuple[MethodCall, ...] = (), copy: int | None = None) -> Row:
         """Return a row of this image."""
-        return Row(self.image, target, calls, copy, self.views, targets=len(self.job.targets))
+        return Row(self.image, target, calls, copy, self.views, targets=len(self.job.targets), texts=self.texts)
 
     def pass_(self, kind: Kind, layers: Sequence[str] = ()) -> Pass:
         """Return a pass over this run's model."""
@@ -80,6 +83,8 @@ class ExplanationRun:
 
     async def run_unchanged(self) -> "ExplanationRun":
         """Run the rows of the unchanged image; return this run with their results, which fix its targets."""
+        if self.texts is None and self.job.texts:
+            return await (await self._with_texts()).run_unchanged()
         targets = [cast("FixedTarget", await self._with_embedding(target)) for target in self.job.targets]
         first, *others = self.job.shared
         answers = await self._answers(targets, first, features=self.job.features)
@@ -87,6 +92,12 @@ class ExplanationRun:
             more_answers = await self._answers([answer.target for answer in answers], calls)
             answers = [_merge_maps(*pair) for pair in zip(answers, more_answers, strict=True)]
         return replace(self, answers=tuple(answers), class_map=await self._class_map(answers[0].target))
+
+    async def _with_texts(self) -> "ExplanationRun":
+        """Return this run with the embeddings of its texts."""
+        embeddings = await embed_texts(self.job.model, self.job.texts, self.row_runner.run)
+        job = replace(self.job, targets=tuple(map(embeddings.fill, self.job.targets)))
+        return replace(self, job=job, texts=embeddings.classes)
 
     async def _answers(
         self, targets: Sequence[FixedTarget], calls: tuple[MethodCall, ...], *, features: bool = False

@@ -78,7 +78,7 @@ class Footprint:
         return math.ceil(estimate * self.scales.get(pass_.kind, max(self.scales.values()))) if self.scales else estimate
 
     def _estimate(self, pass_: Pass) -> int:
-        if pass_.kind == "score":
+        if pass_.kind in ("score", "text"):  # a text takes less than an image in all known models
             return math.ceil(self.forward / self.edits_per_image(pass_))
         if not pass_.layers or pass_.kind == "inspect":  # an inspection keeps no output of the layers that it measures
             return max(self.forward, round(self.layers * (KEPT_WITH_BIASES if pass_.kind == "bias" else KEPT)))

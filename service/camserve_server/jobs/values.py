@@ -96,7 +96,18 @@ class Job:
         per_target = len(self.shared) + sum(rows_of(call, channels, self.model.preprocess.size) for call in others)
         # The other image of a similarity target runs too.
         compared = sum(kind_of(target).compared(target) is not None for target in self.targets)
-        return len(self.targets) * per_target + compared + self.class_map
+        return len(self.targets) * per_target + compared + self.class_map + len(self.texts)
+
+    @cached_property
+    def texts(self) -> tuple[str, ...]:
+        """The texts whose embeddings the job needs."""
+        return texts_of(self.model, self.targets)
+
+
+def texts_of(model: ModelInfo, targets: Sequence[Target]) -> tuple[str, ...]:
+    """Return the texts whose embeddings are needed: the model's classes, and those of targets, each once."""
+    named = (unread.text for target in targets if (unread := kind_of(target).text(target)))
+    return tuple(dict.fromkeys((*model.texts, *named)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,6 +256,7 @@ METHODS: dict[str, Method] = {
     ),
     "chefer": Attention(attention.chefer, "Chefer et al. 2021, arXiv:2103.15679"),
     "legrad": Attention(attention.legrad, "Bousselham et al. 2025, arXiv:2404.03214", parameters=(BLOCKS,), each=True),
+    "gradeclip": Attention(attention.gradeclip, "Zhao et al. 2024, arXiv:2502.18816", last=True),
     "random": Baseline(baselines.random, "Adebayo et al. 2018, arXiv:1810.03292", (SEED,)),
     "edges": Baseline(baselines.edges, "Adebayo et al. 2018, arXiv:1810.03292"),
 }

@@ -4,7 +4,7 @@ Notation, for one image: A_l is the attention of block l of D, a matrix N×N for
 shares that one token takes from every token. ∇A_l is the gradient of the score with respect to A_l, E_h is the mean
 over heads, and (·)⁺ is the ReLU. The first of the N tokens, the prefix, are class, distillation and register tokens;
 the others are the image's patches. Each function takes attention [D,B,heads,N,N], gradients of that shape and the
-length of the prefix, and returns a value for each patch [B, N − prefix].
+length of the prefix, and returns a value for each patch [B, N − prefix]. `gradeclip` takes other tensors.
 
 R, the attention accumulated over the blocks, is read in the rows of the tokens that the score depends on: those with a
 gradient in the last block. They are the class token; or the class and the distillation token; or all patches, if the
@@ -15,6 +15,7 @@ is in no patch's column.
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 def rollout(attention: Tensor, gradients: Tensor, prefix: int, *, heads: str, discard: float) -> Tensor:
@@ -69,6 +70,32 @@ def legrad(_attention: Tensor, gradients: Tensor, prefix: int, *, blocks: float)
     """
     used = gradients[-int(blocks) :] if blocks else gradients
     return used.clamp(min=0).mean((2, 3)).sum(0)[:, prefix:]
+
+
+def gradeclip(queries: Tensor, keys: Tensor, values: Tensor, gradients: Tensor, prefix: int) -> Tensor:
+    """Weight the values of the last attention by the gradient at its output, and by how alike queries and keys are.
+
+    M_j = (Σ_t λ_tj ⟨∂S/∂o_t, v_j⟩)⁺ for patch j, where o_t is the output of the last attention for token t.
+
+    t is the class token; λ_tj is the cosine of q_t and k_j, min-max normalised over the patches. It stands for the
+    attention, which is often on few patches. Queries q, keys k, values v and outputs o, before the projection, are
+    those of all heads, one after the other. If the score depends on several tokens of the last attention, t runs over
+    these; in a model with attention pooling, such as SigLIP, the pooling is the last attention and its query is t.
+    Zhao et al. 2024, section 3. The authors' code computes the last attention with a single head; here the model stays
+    as it is.
+
+    Args:
+        queries: [B,heads,T,d].
+        keys: [B,heads,N,d].
+        values: [B,heads,N,d].
+        gradients: of the score at the attention's output, [B,heads,T,d].
+        prefix: the number of tokens before the patches.
+    """
+    query, key, value, gradient = (tokens.transpose(1, 2).flatten(2) for tokens in (queries, keys, values, gradients))
+    cosines = functional.normalize(query, dim=-1) @ functional.normalize(key[:, prefix:], dim=-1).mT
+    lowest, highest = cosines.amin(-1, keepdim=True), cosines.amax(-1, keepdim=True)
+    alike = (cosines - lowest) / (highest - lowest).clamp(min=torch.finfo(cosines.dtype).tiny)
+    return (alike * (gradient @ value[:, prefix:].mT)).sum(1).clamp(min=0)
 
 
 _HEAD_FUSIONS = {

@@ -356,12 +356,15 @@ class Attention(MethodKind):
         parameters: the parameters of the formula.
         each: True if the gradient of a block is that of the score that the model's head gives to the block's own
             tokens, instead of the score of the last block's.
+        last: True if the formula takes the queries, keys and values of the last attention, and the gradient at its
+            output, instead of the attention of every block.
     """
 
     combine: Combine
     paper: str
     parameters: tuple[Parameter, ...] = ()
     each: bool = False
+    last: bool = False
 
     kind = "attention"
     needs = "global (not windowed) self-attention"
@@ -373,7 +376,9 @@ class Attention(MethodKind):
 
     @property
     def pass_kind(self) -> Kind:
-        """Pass over the attention of every block."""
+        """Pass over the attention of every block, or of the last."""
+        if self.last:
+            return "last"
         return "each" if self.each else "attention"
 
     def rows(self, _parameters: Parameters, _channels: Sequence[int], _size: tuple[int, int], _rows_of: RowsOf) -> int:

@@ -8,6 +8,7 @@ from camserve_server.models.load import LoadedModel, digest, load
 from camserve_server.models.source import Source
 from camserve_server.models.sources import check, import_libraries, search_current_folder, spec_of_network
 from camserve_server.models.spec import EMBEDDED, ModelSpec, parse
+from camserve_server.models.text import TextTower
 
 __all__ = [
     "EMBEDDED",
@@ -16,6 +17,7 @@ __all__ = [
     "ModelSpec",
     "Preprocess",
     "Source",
+    "TextTower",
     "check",
     "digest",
     "import_libraries",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from camserve_server.core.devices import restore_settings
 from camserve_server.core.errors import ConfigError
 from camserve_server.imaging.values import KeepAspect, Preprocess
-from camserve_server.models import checkpoint, detectors, live, probe, probe_cache, pyramid, tasks
+from camserve_server.models import checkpoint, detectors, live, probe, probe_cache, pyramid, tasks, text
 from camserve_server.models.acceleration import TIMED_ROWS, AcceleratedModel, AccelerationOptions, accelerate
 from camserve_server.models.hooks import has_forward_hooks, output_of
 from camserve_server.models.pickles import CorruptFileError, printable
@@ -24,6 +24,7 @@ from camserve_server.models.probe_cache import Probed
 from camserve_server.models.source import Source
 from camserve_server.models.sources import build
 from camserve_server.models.spec import ModelSpec
+from camserve_server.models.text import TextTower
 from camserve_server.models.values import ModelInfo, Pass
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class LoadedModel:
         random_weights: random weights for the model, by seed and by name; see `randomise`.
         accelerate: True if the model may be accelerated.
         is_callers_own: True if the module is the caller's own network, whose modes are restored after each batch.
+        text: the text side of a model that compares images with texts, on the device, or None.
         runs_versions: by layer, True if the modules after it can run for several versions of its output for one image;
             see `engine.score`.
     """
@@ -58,6 +60,7 @@ class LoadedModel:
     random_weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     accelerate: bool = True
     is_callers_own: bool = False
+    text: TextTower | None = None
     runs_versions: dict[str, bool] = field(default_factory=dict)
 
     def evaluation_mode(self) -> AbstractContextManager[None]:
@@ -122,10 +125,11 @@ class LoadedModel:
         """
         try:
             module = copy.deepcopy(self.module).to(device)
+            tower = copy.deepcopy(self.text)
         except Exception as error:  # a user's module may raise anything
             raise ConfigError(f"model {self.info.name} cannot be copied to a second device: {error}") from error
         info = replace(self.info, device=device)
-        return _accelerate(module, info, AccelerationOptions(enabled=self.accelerate))
+        return _accelerate(module, info, AccelerationOptions(enabled=self.accelerate), _frozen_tower(tower, device))
 
 
 def _record_run(module: nn.Module, layer: str, image: Tensor) -> tuple[list[str], Tensor]:
@@ -168,32 +172,43 @@ def _prepare(spec: ModelSpec, source: Source, device: str, rows: int) -> LoadedM
         labels = _read_labels(spec.labels) if spec.labels else source.labels
         preprocess = _with_size(detectors.preprocess_of(module, source.preprocess), spec.size)
         detectors.disable_preprocessing(module, preprocess.size)
-        info = _describe(spec, replace(source, module=module, preprocess=preprocess, labels=labels), weights, device)
+        tower = _frozen_tower(source.text, device)
+        prepared = replace(source, module=module, preprocess=preprocess, labels=labels, text=tower)
+        info = _describe(spec, prepared, weights, device)
     except (ConfigError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"model {spec.name} ({spec.origin}): {error}") from error
-    return _accelerate(module, info, AccelerationOptions(spec.accelerate, spec.compile, rows))
+    return _accelerate(module, info, AccelerationOptions(spec.accelerate, spec.compile, rows), tower)
 
 
-def _accelerate(module: nn.Module, info: ModelInfo, options: AccelerationOptions) -> LoadedModel:
+def _accelerate(
+    module: nn.Module, info: ModelInfo, options: AccelerationOptions, tower: TextTower | None
+) -> LoadedModel:
     """Return a model with its accelerated copy and its memory layout."""
     acceleration = accelerate(module, info, options)
     info = replace(info, channels_last=acceleration.channels_last)
-    return LoadedModel(info, module, acceleration.model, accelerate=options.enabled)
+    return LoadedModel(info, module, acceleration.model, accelerate=options.enabled, text=tower)
+
+
+def _frozen_tower(tower: TextTower | None, device: str) -> TextTower | None:
+    """Return the text side of a model on a device, in evaluation mode and without gradients; None without one."""
+    if tower is None:
+        return None
+    if not isinstance(tower.encoder, nn.Module):
+        raise ConfigError(f"the encoder of its texts is a {type(tower.encoder).__name__}, not a torch.nn.Module")
+    return replace(tower, encoder=tower.encoder.eval().requires_grad_(requires_grad=False).to(device))
 
 
 def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> ModelInfo:
     probed, sha256 = _probe_or_recall(spec, source, device)
-    classes = probed.classes
-    if (spec.labels or (spec.live and source.labels)) and len(source.labels) != classes:
-        raise ConfigError(f"{len(source.labels)} labels for {classes} classes")
+    modules = [source.module, *([source.text.encoder] if source.text else [])]
     return ModelInfo(
         name=spec.name,
         source=spec.origin,
         weights=weights,
-        digest=sha256,
-        labels=source.labels if len(source.labels) == classes and probed.task != "embed" else (),
-        classes=classes,
-        parameters=sum(p.numel() for p in source.module.parameters()),
+        digest=_digest_with_text(sha256, source.text) if source.text else sha256,
+        labels=_texts_of(source, probed) if source.text else _labels_of(spec, source, probed),
+        classes=probed.classes,
+        parameters=sum(p.numel() for module in modules for p in module.parameters()),
         preprocess=source.preprocess,
         layers=probed.layers,
         default_layer=probed.default_layer,
@@ -201,8 +216,33 @@ def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> Mod
         device=device,
         task=probed.task,
         embedding=probed.embedding,
+        text=source.text.head(probed.classes) if source.text else None,
         pyramid=probed.pyramid,
     )
+
+
+def _labels_of(spec: ModelSpec, source: Source, probed: Probed) -> tuple[str, ...]:
+    """Return one label per class, or none."""
+    classes = probed.classes
+    if (spec.labels or (spec.live and source.labels)) and len(source.labels) != classes:
+        raise ConfigError(f"{len(source.labels)} labels for {classes} classes")
+    return source.labels if len(source.labels) == classes and probed.task != "embed" else ()
+
+
+def _texts_of(source: Source, probed: Probed) -> tuple[str, ...]:
+    """Return the texts of a model's entry, after a run of its text side."""
+    if source.text is None or probed.task != "embed":
+        raise ConfigError(f'a model that takes texts returns an embedding: its task is "embed", not "{probed.task}"')
+    source.text.check(probed.classes)
+    for fault in text.faults(source.labels):
+        raise ConfigError(f"its labels are texts, and {fault.message}")
+    return source.labels
+
+
+def _digest_with_text(sha256: str, tower: TextTower) -> str:
+    """Return the digest of a model with its text side."""
+    text = f"{sha256} {digest(tower.encoder)} {tower.scale} {tower.bias}"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _probe_or_recall(spec: ModelSpec, source: Source, device: str) -> tuple[Probed, str]:

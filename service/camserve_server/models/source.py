@@ -7,6 +7,7 @@ from torch import nn
 
 from camserve_server.imaging.values import Preprocess
 from camserve_server.models import live
+from camserve_server.models.text import TextTower
 from camserve_server.models.values import Task
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -34,6 +35,7 @@ class Source:
         task: the task; None if unknown.
         output: a function from the module's output to logits [B, classes]. Needed only if the output is neither that
             tensor nor an object whose attribute `logits` or first tensor it is.
+        text: the text side of a model whose output is an embedding; None if it takes no texts. Labels are then texts.
         queries: the number of learned tokens that ask for one object each, as in DETR; 0 without such tokens.
     """
 
@@ -42,4 +44,5 @@ class Source:
     labels: tuple[str, ...] = ()
     task: Task | None = None
     output: live.Output | None = None
+    text: TextTower | None = None
     queries: int = 0

@@ -83,7 +83,10 @@ def spec_of_network(name: str, network: nn.Module | Source, *, shared: bool = Fa
 def _from_live(spec: ModelSpec) -> Source:
     """Return a copy of a network of this process, which itself is not changed; see `live`."""
     source = _as_source(spec, spec.live)
-    module = live.share_parameters(source.module) if spec.shared else live.copy_network(source.module)
+    copied = live.share_parameters if spec.shared else live.copy_network
+    module = copied(source.module)
+    if source.text is not None:
+        source = replace(source, text=replace(source.text, encoder=copied(source.text.encoder)))
     if source.output is not None and module is source.module:
         raise ConfigError(f"{spec.origin} cannot be copied, so output= cannot be used: return the logits from forward")
     return replace(source, module=live.with_output(module, source.output) if source.output else module)

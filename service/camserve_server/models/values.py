@@ -18,16 +18,20 @@ Kind: TypeAlias = Literal[
     "deconvnet",
     "attention",
     "each",
+    "last",
     "bias",
     "inspect",
     "features",
+    "text",
 ]
 """The computation of a pass.
 
 score: logits only. cam: a layer's feature maps and gradients. curvature: second derivatives too. saliency: the gradient
 at the input. guided, deconvnet: the same with another backward rule for each ReLU. attention: the attention of every
-block, and its gradients. each: the same, with gradients of each block's own score. bias: the gradients at the input and
+block, and its gradients. each: the same, with gradients of each block's own score. last: the queries, keys and values
+of the last attention, and the gradient at its output. bias: the gradients at the input and
 at every bias. inspect: statistics of every layer. features: a layer's feature maps and Grad-CAM's weights for them.
+text: the embeddings of texts, without images.
 """
 
 Task: TypeAlias = Literal["classify", "multilabel", "regress", "segment", "detect", "embed"]
@@ -113,6 +117,24 @@ class LayerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class TextHead:
+    """The score that a model gives an image and a text: the cosine of their embeddings, times `scale`, plus `bias`.
+
+    Attributes:
+        scale: factor of the cosine.
+        bias: number that is added.
+        exclusive: True if the texts of a request exclude each other (softmax), False if each has a probability of its
+            own (sigmoid).
+        length: the number of values of an embedding.
+    """
+
+    scale: float
+    bias: float
+    exclusive: bool
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The description of a loaded model, without the model itself.
 
@@ -134,6 +156,8 @@ class ModelInfo:
             output itself is the embedding.
         version: the number of times that a model of that name was loaded, including this time; 0 outside a server.
         channels_last: True if its input has that memory layout, False if it is contiguous.
+        text: the score of an image and a text; None if the model takes no texts. The labels of such a model are the
+            texts of its entry, and it is one of embeddings until `with_texts` gives it classes.
         pyramid: the layers of a detector's scales, one for each grid, the finest first; empty without several.
     """
 
@@ -153,6 +177,7 @@ class ModelInfo:
     embedding: str = ""
     version: int = 0
     channels_last: bool = True
+    text: TextHead | None = None
     pyramid: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
@@ -163,6 +188,18 @@ class ModelInfo:
     def key(self) -> str:
         """The identifier of the model in rows, different for each version."""
         return f"{self.name}@{self.version}" if self.version else self.name
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts that are the classes of this model; none if it has other classes, or an embedding."""
+        return self.labels if self.text is not None and self.task != "embed" else ()
+
+    def with_texts(self, texts: tuple[str, ...]) -> "ModelInfo":
+        """Return a model of embeddings as a classifier whose classes are texts; without texts, the model itself."""
+        if self.text is None or not texts:
+            return self
+        task: Task = "classify" if self.text.exclusive else "multilabel"
+        return replace(self, labels=texts, classes=len(texts), task=task, embedding="")
 
     def label(self, index: int) -> str:
         """Return the label of a class; empty if the model has no labels."""

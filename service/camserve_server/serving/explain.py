@@ -31,6 +31,7 @@ from camserve_server.serving.photos import PreparedPhoto, prepare_photo
 from camserve_server.serving.repository import ModelRepository
 from camserve_server.serving.requests import ExplainRequest
 from camserve_server.serving.results import ExplainResult, ModelPrediction, Timing
+from camserve_server.serving.text_cache import TextCache
 from camserve_server.telemetry import IN_PROCESS, Origin, RequestTimings, RequestTrace
 
 P = ParamSpec("P")
@@ -53,6 +54,7 @@ class Pipeline:
         image_memory: memory for photos being decoded and pictures being drawn.
         reply_limit: memory for replies that are not sent yet.
         origin: the caller and the trace of the request; see `for_caller`.
+        text_cache: embeddings of texts.
     """
 
     repository: ModelRepository
@@ -63,6 +65,7 @@ class Pipeline:
     image_memory: Admission = field(default_factory=memory.image_memory)
     reply_limit: Admission = field(default_factory=memory.reply_limit)
     origin: Origin = IN_PROCESS
+    text_cache: TextCache = field(default_factory=TextCache)
 
     def for_caller(self, caller: str, trace: RequestTrace | None) -> "Pipeline":
         """Return a copy for one request, with the same resources.
@@ -73,7 +76,9 @@ class Pipeline:
         """
         shared = (self.repository, self.batcher, self.threads, self.limits)
         memory_limits = (self.photo_budget, self.image_memory, self.reply_limit)
-        return Pipeline(*shared, *memory_limits, Origin(caller, trace))  # `replace` takes three times as long
+        return Pipeline(
+            *shared, *memory_limits, Origin(caller, trace), self.text_cache
+        )  # `replace` takes three times as long
 
     @property
     def models(self) -> Mapping[str, KnownModel]:
@@ -160,9 +165,7 @@ class Pipeline:
         clock, trace = asyncio.get_running_loop().time, self.origin.record
         times = _Times(clock, began=clock())
 
-        async def submit(pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
-            await self.batcher.submit(pass_, rows, collect, deadline, times.timings, self.origin)
-
+        submit = submit_for(self, deadline, times.timings)
         async with self.reserve_decoding(request.image):
             photo = await self._run_in_steps(prepare_photo(request, self.limits))
         times.decoded = clock()
@@ -233,6 +236,21 @@ class Pipeline:
     async def in_thread(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function in one of the threads, when it is the caller's turn."""
         return await in_thread(self.threads.of(self.origin.caller), function, *args, **kwargs)
+
+
+def submit_for(pipeline: Pipeline, deadline: float, timings: RequestTimings) -> jobs.Submit:
+    """Return the function that runs the rows of a request, or answers them from the cache of texts.
+
+    Args:
+        pipeline: the pipeline of the request.
+        deadline: time on the event loop's clock after which no row enters a batch.
+        timings: time in the queue and in batches, which is added to.
+    """
+
+    async def run(pass_: Pass, rows: Sequence[Row], collect: Collect) -> None:
+        await pipeline.batcher.submit(pass_, rows, collect, deadline, timings, pipeline.origin)
+
+    return pipeline.text_cache.before(run)
 
 
 def _run_step(steps: Generator[None, None, T]) -> tuple[T] | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from camserve_server import jobs
 from camserve_server.core.arrays import Input, Map, Pixels
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
@@ -20,7 +21,7 @@ from camserve_server.imaging import images, render, tiles
 from camserve_server.imaging.values import Box, Picture, Preprocess
 from camserve_server.models.values import Pass
 from camserve_server.serving import memory
-from camserve_server.serving.explain import Pipeline
+from camserve_server.serving.explain import Pipeline, submit_for
 from camserve_server.serving.requests import FeaturesRequest, InspectRequest, Rank
 from camserve_server.serving.results import Channel, FeaturesResult, InspectResult, ModelPrediction, Timing
 from camserve_server.telemetry import RequestTimings
@@ -127,19 +128,25 @@ async def _run(
 ) -> AsyncIterator[_ImageRun]:
     """Run an image through the model; inside the block, room for its inputs and results stays reserved."""
     results: list[RowResult] = []
-    size = memory.RGB * math.prod(request.model.preprocess.size) + _feature_bytes(request)
-    async with pipeline.admit(request.model, 1, size=size):
+    size = (
+        memory.RGB * math.prod(request.model.preprocess.size)
+        + _feature_bytes(request)
+        + memory.text_bytes(request.model)
+    )
+    needed = jobs.texts_of(request.model, [request.target])
+    async with pipeline.admit(request.model, 1 + min(len(needed), pipeline.limits.chunk), size=size):
         began = time.perf_counter()
         async with pipeline.reserve_decoding(request.image):
             photo = await pipeline.in_thread(_prepare, request.image, request.model.preprocess, pipeline.limits)
         decoding = time.perf_counter() - began
-        rows = [Row(photo.image, request.target, features=pass_.kind == "features")]
         timings = RequestTimings()
+        submit = submit_for(pipeline, deadline, timings)
         model = request.model.at_size((photo.image.shape[0], photo.image.shape[1]))
+        texts = await jobs.embed_texts(model, needed, submit)
+        target = texts.fill(request.target)
+        rows = [Row(photo.image, target, features=pass_.kind == "features", texts=texts.classes)]
         pass_ = replace(pass_, size=model.preprocess.size)
-        await pipeline.batcher.submit(
-            pass_, rows, lambda _index, result: results.append(result), deadline, timings, pipeline.origin
-        )
+        await submit(pass_, rows, lambda _index, result: results.append(result))
         prediction = ModelPrediction(model, results[0].logits, photo.seen)
         yield _ImageRun(photo, results[0], prediction, decoding, timings)
 

@@ -8,6 +8,7 @@ from camserve_server.core.limits import Limits
 from camserve_server.imaging import marks
 from camserve_server.imaging.values import Rendering
 from camserve_server.methods import METHODS
+from camserve_server.models.values import ModelInfo
 from camserve_server.scheduling.admission import Admission, MemoryBudget
 
 MAX_WAITING_PHOTO = 3_000_000  # bytes of a decoded photo kept while its request waits; larger ones are decoded again
@@ -51,13 +52,18 @@ def input_bytes(job: jobs.Job, rows: int) -> int:
     return math.prod(job.model.preprocess.size) * (RGB + edits * MASK * rows)
 
 
+def text_bytes(model: ModelInfo) -> int:
+    """Return the bytes of the embeddings of the texts that are a model's classes."""
+    return FLOAT * len(model.texts) * model.text.length if model.text else 0
+
+
 def map_bytes(job: jobs.Job) -> int:
     """Return an upper bound, in bytes, of a job's maps without the first, which is small next to a message.
 
-    If a method starts from feature maps, those of the job's layers count too.
+    If a method starts from feature maps, those of the job's layers count too, and so do the embeddings of its texts.
     """
     features = sum(math.prod(job.model.layers[name].shape) for name in job.layers) if job.features else 0
-    return FLOAT * (math.prod(job.model.preprocess.size) * (job.explanations - 1) + features)
+    return FLOAT * (math.prod(job.model.preprocess.size) * (job.explanations - 1) + features) + text_bytes(job.model)
 
 
 def pixels_per_map(rendering: Rendering, size: tuple[int, int]) -> float:

@@ -28,6 +28,7 @@ class Receipt:
         image_sha256: SHA-256 of the encoded photo, hexadecimal.
         input_sha256: SHA-256 of the model's input, uint8 [h,w,3], hexadecimal.
         versions: versions of the software, by package name.
+        texts: the texts that were the model's classes; none if its classes were its own.
     """
 
     source: str
@@ -38,6 +39,7 @@ class Receipt:
     image_sha256: str
     input_sha256: str
     versions: Mapping[str, str]
+    texts: tuple[str, ...] = ()
 
 
 def receipt_of(model: ModelInfo, image: bytes, seen: Input) -> Receipt:
@@ -57,6 +59,7 @@ def receipt_of(model: ModelInfo, image: bytes, seen: Input) -> Receipt:
         image_sha256=hashlib.sha256(image).hexdigest(),
         input_sha256=hashlib.sha256(np.ascontiguousarray(seen).data).hexdigest(),
         versions=_versions(),
+        texts=model.texts,
     )
 
 

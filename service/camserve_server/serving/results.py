@@ -62,7 +62,7 @@ class ModelPrediction:
         kind = kind_of(target)
         index = kind.class_index(target)
         if index is None:
-            return Prediction(kind.label, score)
+            return Prediction(kind.label(target), score)
         return self.object(index, score, kind.box(target)) if self.model.task == "detect" else self.of_class(index)
 
     def against(self, target: FixedTarget) -> Prediction | None:

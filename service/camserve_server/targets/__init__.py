@@ -7,7 +7,7 @@ from camserve_server.targets.fixing import anything
 from camserve_server.targets.geometry import carried, whole
 from camserve_server.targets.kinds import TargetKind, kind_of, resolve, scores, seen_in, with_box
 from camserve_server.targets.probability import class_probabilities, metric_probability, weight_probability
-from camserve_server.targets.scoring import similarity_of_best
+from camserve_server.targets.scoring import similarity_of_best, with_texts
 from camserve_server.targets.summaries import objects_of, order_of_areas, summary
 
 __all__ = [
@@ -27,4 +27,5 @@ __all__ = [
     "weight_probability",
     "whole",
     "with_box",
+    "with_texts",
 ]

@@ -25,6 +25,7 @@ from camserve_server.targets.values import (
     SegmentTarget,
     SimilarityTarget,
     Target,
+    TextTarget,
 )
 
 NEAREST_CLASSES = 3
@@ -168,6 +169,11 @@ def reads_of_similarity(_target: SimilarityTarget) -> Reads:
 def comparison(target: SimilarityTarget) -> SimilarityTarget | None:
     """Return the target while the embedding of its other image is unknown, and None afterwards."""
     return target if target.reference is None else None
+
+
+def unread_text(target: TextTarget) -> TextTarget | None:
+    """Return the target while the embedding of its text is unknown, and None afterwards."""
+    return target if target.embedding is None else None
 
 
 def similarity(host: HostOutputs, place: int, target: SimilarityTarget) -> FixedTarget:

@@ -24,6 +24,7 @@ from camserve_server.targets.values import (
     SegmentTarget,
     SimilarityTarget,
     Target,
+    TextTarget,
 )
 
 Scale: TypeAlias = Literal["logit", "log-odds", "probability", "other"]
@@ -32,6 +33,10 @@ Scale: TypeAlias = Literal["logit", "log-odds", "probability", "other"]
 
 def _no_value(_target: Any) -> None:
     return None
+
+
+def _no_label(_target: Any) -> str:
+    return ""
 
 
 def _no_file(_target: Any) -> bytes:
@@ -62,7 +67,8 @@ class TargetKind:
         box: target -> the box that it names in the image, or None.
         file: target -> the image file of its own that it has until that is decoded, else an empty one.
         compared: target -> the target itself while the embedding of its other image is unknown, else None.
-        label: label of the prediction for targets without a class.
+        label: target -> label of the prediction for targets without a class.
+        text: target -> the target itself while the embedding of its text is unknown, else None.
     """
 
     name: str
@@ -77,7 +83,8 @@ class TargetKind:
     box: Callable[[Any], Box | None] = _no_value
     file: Callable[[Any], bytes] = _no_file
     compared: Callable[[Any], SimilarityTarget | None] = _no_value
-    label: str = ""
+    label: Callable[[Any], str] = _no_label
+    text: Callable[[Any], TextTarget | None] = _no_value
 
 
 _KINDS: Mapping[type[Target], TargetKind] = {
@@ -103,7 +110,10 @@ _KINDS: Mapping[type[Target], TargetKind] = {
         class_index=_no_value,
         file=attrgetter("file"),
         compared=fixing.comparison,
-        label="similarity",
+        label=lambda _target: "similarity",
+    ),
+    TextTarget: TargetKind(
+        "text", scoring.text, class_index=_no_value, label=attrgetter("text"), text=fixing.unread_text
     ),
     SegmentTarget: TargetKind(
         "segment",

@@ -21,11 +21,13 @@ from camserve_server.targets.values import (
     RankTarget,
     SegmentTarget,
     SimilarityTarget,
+    TextTarget,
 )
 
 if TYPE_CHECKING:
     from camserve_server.core.arrays import Map, Mask
     from camserve_server.imaging.values import Box
+    from camserve_server.models.values import TextHead
 
 MIN_OVERLAP = 0.5
 """Smallest intersection over union at which a box in a copy of the image belongs to the same object."""
@@ -83,6 +85,38 @@ def similarity(outputs: Outputs, place: int, target: SimilarityTarget) -> Tensor
     embedding = outputs.embeddings()[place]
     reference = device_for(embedding.device).copied(torch.from_numpy(cast("Map", target.reference))).to(embedding)
     return functional.cosine_similarity(embedding, reference, dim=0)
+
+
+def text(outputs: Outputs, place: int, target: TextTarget) -> Tensor:
+    """Return the score that the model gives an image and a text."""
+    return compare(outputs, place, _texts_on_device(outputs, cast("Map", target.embedding)[None]))[0]
+
+
+def with_texts(outputs: Outputs, texts: "Map") -> Outputs:
+    """Return the outputs for a batch of images as those of a classifier whose classes are texts.
+
+    Args:
+        outputs: outputs of a model that compares images with texts.
+        texts: the texts' embeddings, of length 1, float32 [n,E].
+    """
+    on_device = _texts_on_device(outputs, texts)
+    scores = torch.stack([compare(outputs, place, on_device) for place in range(len(outputs.values))])
+    names = tuple(map(str, range(len(texts))))  # the texts themselves are not known here, nor needed
+    return Outputs(outputs.info.with_texts(names), scores, outputs.embeddings())
+
+
+def compare(outputs: Outputs, place: int, texts: Tensor) -> Tensor:
+    """Return the scores [n] that the model gives an image and texts [n,E].
+
+    Each image is computed alone, so that the rounding does not depend on the other images of the batch.
+    """
+    head, embedding = cast("TextHead", outputs.info.text), outputs.embeddings()[place]
+    return texts @ functional.normalize(embedding, dim=0) * head.scale + head.bias
+
+
+def _texts_on_device(outputs: Outputs, texts: "Map") -> Tensor:
+    embeddings = outputs.embeddings()
+    return device_for(embeddings.device).copied(torch.from_numpy(texts)).to(embeddings)
 
 
 def segment(outputs: Outputs, place: int, target: SegmentTarget | MaskTarget) -> Tensor:

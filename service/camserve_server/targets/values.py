@@ -76,6 +76,19 @@ class SimilarityTarget:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TextTarget:
+    """Score that the model gives the image and a text.
+
+    Attributes:
+        text: the text.
+        embedding: embedding of the text, of length 1, float32 [E], once it is computed.
+    """
+
+    text: str
+    embedding: NDArray[np.float32] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SegmentTarget:
     """Mean logit of a class over a part of the image.
 
@@ -133,6 +146,7 @@ FixedTarget: TypeAlias = (
     | ProbabilityTarget
     | FinerTarget
     | SimilarityTarget
+    | TextTarget
     | SegmentTarget
     | MaskTarget
     | DetectionTarget

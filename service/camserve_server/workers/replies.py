@@ -20,7 +20,7 @@ from camserve_server.core import errors
 from camserve_server.core.errors import ServiceError
 from camserve_server.engine.values import Reading, RowResult, Statistics
 from camserve_server.imaging.values import Box, KeepAspect, Preprocess
-from camserve_server.models.values import LayerInfo, Layout, ModelInfo
+from camserve_server.models.values import LayerInfo, Layout, ModelInfo, TextHead
 from camserve_server.targets.values import (
     ClassTarget,
     ContrastTarget,
@@ -30,6 +30,7 @@ from camserve_server.targets.values import (
     ProbabilityTarget,
     SegmentTarget,
     SimilarityTarget,
+    TextTarget,
 )
 from camserve_server.telemetry import Memory
 from camserve_server.workers.messages import Heartbeat, Response
@@ -43,6 +44,7 @@ CLASSES: tuple[type[Any], ...] = (
     ProbabilityTarget,
     FinerTarget,
     SimilarityTarget,
+    TextTarget,
     SegmentTarget,
     MaskTarget,
     DetectionTarget,
@@ -55,6 +57,7 @@ CLASSES: tuple[type[Any], ...] = (
     Layout,
     LayerInfo,
     ModelInfo,
+    TextHead,
 )
 """Classes of the values in a message, besides numbers, strings, bytes, arrays, tuples and mappings."""
 

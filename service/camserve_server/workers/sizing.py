@@ -26,6 +26,7 @@ METHODS: Mapping[Kind, str] = {
     "deconvnet": "deconvnet",
     "attention": "attention_rollout",
     "each": "legrad",
+    "last": "gradeclip",
     "bias": "fullgrad",
     "features": "",
 }

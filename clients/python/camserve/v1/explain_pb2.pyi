@@ -300,6 +300,7 @@ class ExplainRequest(_message.Message):
     FUSION_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     CLASS_MAP_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a loaded model. Default: the first model in the server's configuration."""
     image: _builtins.bytes
@@ -328,7 +329,7 @@ class ExplainRequest(_message.Message):
     @_builtins.property
     def targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___Target]:
         """Targets to explain, up to 16. Default: the top_k first predictions of the model. Required for models that return an
-        embedding.
+        embedding, unless the request has texts.
         """
 
     @_builtins.property
@@ -341,6 +342,13 @@ class ExplainRequest(_message.Message):
     @_builtins.property
     def rendering(self) -> Global___Rendering:
         """The pictures and numbers to return, and the look of the pictures."""
+
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that are the classes of this request, such as "a photo of a cat", up to 1000 of up to 1000 characters, each
+        different, for models that compare images with texts (Model.accepts_texts). The predictions are then these
+        texts, and targets name them by label or index, as classes. Default: the labels of the model.
+        """
 
     def __init__(
         self,
@@ -356,10 +364,11 @@ class ExplainRequest(_message.Message):
         fusion: Global___Fusion.ValueType = ...,
         progress: _builtins.bool = ...,
         class_map: _builtins.bool = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions", "_top_k", b"_top_k", "max_predictions", b"max_predictions", "rendering", b"rendering", "top_k", b"top_k"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions", "_top_k", b"_top_k", "class_map", b"class_map", "fusion", b"fusion", "image", b"image", "layers", b"layers", "max_predictions", b"max_predictions", "methods", b"methods", "model", b"model", "progress", b"progress", "rendering", b"rendering", "targets", b"targets", "top_k", b"top_k"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions", "_top_k", b"_top_k", "class_map", b"class_map", "fusion", b"fusion", "image", b"image", "layers", b"layers", "max_predictions", b"max_predictions", "methods", b"methods", "model", b"model", "progress", b"progress", "rendering", b"rendering", "targets", b"targets", "texts", b"texts", "top_k", b"top_k"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_predictions: _TypeAlias = _typing.Literal["max_predictions"]  # noqa: Y015
     _WhichOneofArgType__max_predictions: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions"]  # noqa: Y015
@@ -484,11 +493,16 @@ class Target(_message.Message):
     SIMILARITY_FIELD_NUMBER: _builtins.int
     SEGMENT_FIELD_NUMBER: _builtins.int
     DETECTION_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
     SOFTMAX_FIELD_NUMBER: _builtins.int
     class_index: _builtins.int
     """A class by its index in the model's output, from 0."""
     label: _builtins.str
     """A class by its label. Case is ignored, and "_" matches a space."""
+    text: _builtins.str
+    """The score that the model gives the image and a text, up to 1000 characters, for models that compare images with
+    texts (Model.accepts_texts): the cosine of the two embeddings, times the model's scale, plus its bias.
+    """
     softmax: _builtins.bool
     """True to explain the probability instead of the logit: the softmax, or the sigmoid for "multilabel". Only for
     class_index and label (INVALID_ARGUMENT otherwise), and not for "regress" (FAILED_PRECONDITION).
@@ -525,13 +539,14 @@ class Target(_message.Message):
         similarity: Global___Similarity | None = ...,
         segment: Global___Segment | None = ...,
         detection: Global___Detection | None = ...,
+        text: _builtins.str = ...,
         softmax: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["class_index", b"class_index", "contrast", b"contrast", "detection", b"detection", "finer", b"finer", "kind", b"kind", "label", b"label", "segment", b"segment", "similarity", b"similarity"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["class_index", b"class_index", "contrast", b"contrast", "detection", b"detection", "finer", b"finer", "kind", b"kind", "label", b"label", "segment", b"segment", "similarity", b"similarity", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_index", b"class_index", "contrast", b"contrast", "detection", b"detection", "finer", b"finer", "kind", b"kind", "label", b"label", "segment", b"segment", "similarity", b"similarity", "softmax", b"softmax"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_index", b"class_index", "contrast", b"contrast", "detection", b"detection", "finer", b"finer", "kind", b"kind", "label", b"label", "segment", b"segment", "similarity", b"similarity", "softmax", b"softmax", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["class_index", "label", "contrast", "finer", "similarity", "segment", "detection"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["class_index", "label", "contrast", "finer", "similarity", "segment", "detection", "text"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1153,6 +1168,7 @@ class Receipt(_message.Message):
     IMAGE_SHA256_FIELD_NUMBER: _builtins.int
     INPUT_SHA256_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """Source of the model, such as "timm:resnet50"."""
     weights: _builtins.str
@@ -1171,6 +1187,10 @@ class Receipt(_message.Message):
     def versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Versions of the packages that computed the response, by package name: "camserve", "torch", "torchvision", …"""
 
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The texts that were the model's classes, if it compares images with texts."""
+
     def __init__(
         self,
         *,
@@ -1182,10 +1202,11 @@ class Receipt(_message.Message):
         image_sha256: _builtins.str = ...,
         input_sha256: _builtins.str = ...,
         versions: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "image_sha256", b"image_sha256", "input_sha256", b"input_sha256", "precision", b"precision", "source", b"source", "versions", b"versions", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "image_sha256", b"image_sha256", "input_sha256", b"input_sha256", "precision", b"precision", "source", b"source", "texts", b"texts", "versions", b"versions", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1419,7 +1440,7 @@ class Explanation(_message.Message):
     """
     @_builtins.property
     def target(self) -> Global___Prediction:
-        """The class or object that is explained. For a similarity the label is "similarity"."""
+        """The class or object that is explained. For a similarity the label is "similarity", for a text the text."""
 
     @_builtins.property
     def contrast(self) -> Global___Prediction:
@@ -1782,6 +1803,7 @@ class InspectLayersRequest(_message.Message):
     IMAGE_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a loaded model. Default: the first model in the server's configuration."""
     image: _builtins.bytes
@@ -1796,6 +1818,10 @@ class InspectLayersRequest(_message.Message):
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Layers, by module name, up to 4096. Default: every module that runs."""
 
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that are the classes of this request, as in ExplainRequest."""
+
     def __init__(
         self,
         *,
@@ -1803,10 +1829,11 @@ class InspectLayersRequest(_message.Message):
         image: _builtins.bytes = ...,
         target: Global___Target | None = ...,
         layers: _abc.Iterable[_builtins.str] | None = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "layers", b"layers", "model", b"model", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "layers", b"layers", "model", b"model", "target", b"target", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1985,6 +2012,7 @@ class ExtractFeaturesRequest(_message.Message):
     RAW_FIELD_NUMBER: _builtins.int
     PICTURE_FIELD_NUMBER: _builtins.int
     COLORMAP_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a loaded model. Default: the first model in the server's configuration."""
     image: _builtins.bytes
@@ -2007,6 +2035,10 @@ class ExtractFeaturesRequest(_message.Message):
         have a region, a mask or a box. Default: the model's first prediction.
         """
 
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that are the classes of this request, as in ExplainRequest."""
+
     def __init__(
         self,
         *,
@@ -2019,10 +2051,11 @@ class ExtractFeaturesRequest(_message.Message):
         raw: _builtins.bool = ...,
         picture: Global___ImageFormat.ValueType = ...,
         colormap: _builtins.str = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_top", b"_top", "target", b"target", "top", b"top"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top", b"_top", "colormap", b"colormap", "image", b"image", "layer", b"layer", "model", b"model", "picture", b"picture", "rank", b"rank", "raw", b"raw", "target", b"target", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top", b"_top", "colormap", b"colormap", "image", b"image", "layer", b"layer", "model", b"model", "picture", b"picture", "rank", b"rank", "raw", b"raw", "target", b"target", "texts", b"texts", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__top: _TypeAlias = _typing.Literal["top"]  # noqa: Y015
     _WhichOneofArgType__top: _TypeAlias = _typing.Literal["_top", b"_top"]  # noqa: Y015

@@ -9,7 +9,7 @@ from camserve_server.api.codec.rendering import read_format
 from camserve_server.api.codec.replies import photo_message, picture_message, timing_message
 from camserve_server.api.codec.requests import check_layer, find_layer, read_model
 from camserve_server.api.codec.sizes import check_sizes
-from camserve_server.api.codec.targets import read_target
+from camserve_server.api.codec.targets import read_target, unfit, with_texts
 from camserve_server.core.errors import FailedPrecondition, InvalidArgument
 from camserve_server.core.limits import Limits
 from camserve_server.engine.values import Reading, Statistics
@@ -39,7 +39,7 @@ def read_inspection(
         ServiceError: a field is invalid; the error names it.
     """
     check_sizes(request, limits)
-    model = read_model(request.model, models, "model")
+    model = with_texts(read_model(request.model, models, "model"), request.texts)
     for index, name in enumerate(request.layers):
         find_layer(name, model, f"layers[{index}]")
     if len(set(request.layers)) < len(request.layers):
@@ -56,7 +56,7 @@ def read_extraction(
         ServiceError: a field is invalid; the error names it.
     """
     check_sizes(request, limits)
-    model = read_model(request.model, models, "model")
+    model = with_texts(read_model(request.model, models, "model"), request.texts)
     layer = request.layer or model.default_layer
     check_layer(layer, model, "layer")
     if request.rank not in RANKS:
@@ -82,6 +82,8 @@ def read_extraction(
 
 def _target(request: explain_pb2.InspectLayersRequest | explain_pb2.ExtractFeaturesRequest, model: ModelInfo) -> Target:
     if not request.HasField("target"):
+        if model.text is not None and model.task == "embed":
+            raise unfit(model, "target")
         if model.task == "embed":
             message = f"{model.name} returns an embedding, so there is no score to differentiate"
             raise FailedPrecondition(message, field="target")

@@ -85,6 +85,7 @@ _TARGETS: Mapping[str, Callable[[ModelPrediction, Any], explain_pb2.Target]] = {
     "finer": _finer,
     # Without the other photo, which may be large, and which the caller has.
     "similarity": lambda _prediction, _target: explain_pb2.Target(similarity=explain_pb2.Similarity()),
+    "text": lambda _prediction, target: explain_pb2.Target(text=target.text),
     "segment": _segment,
     "mask": _mask,
     "detection": _detection,

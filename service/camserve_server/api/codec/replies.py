@@ -92,6 +92,7 @@ def _receipt(receipt: Receipt) -> explain_pb2.Receipt:
         image_sha256=receipt.image_sha256,
         input_sha256=receipt.input_sha256,
         versions=receipt.versions,
+        texts=receipt.texts,
     )
 
 
@@ -176,6 +177,7 @@ def describe_model(info: KnownModel) -> models_pb2.Model:
     if isinstance(info, UnavailableModel):
         return models_pb2.Model(name=info.name, source=info.source, version=info.version, state=_STATES[info.state])
     height, width = info.preprocess.size
+    info = info.with_texts(info.labels)
     return models_pb2.Model(
         name=info.name,
         source=info.source,
@@ -191,6 +193,7 @@ def describe_model(info: KnownModel) -> models_pb2.Model:
         task=info.task,
         version=info.version,
         state=models_pb2.MODEL_STATE_READY,
+        accepts_texts=info.text is not None,
         pyramid=info.pyramid,
     )
 

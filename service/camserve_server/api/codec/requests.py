@@ -9,7 +9,7 @@ from camserve_server.api.codec.checks import check_range, find_known, join_names
 from camserve_server.api.codec.formats import FUSIONS
 from camserve_server.api.codec.rendering import read_rendering
 from camserve_server.api.codec.sizes import check_sizes
-from camserve_server.api.codec.targets import read_targets
+from camserve_server.api.codec.targets import read_targets, with_texts
 from camserve_server.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable, did_you_mean
 from camserve_server.core.limits import Limits
 from camserve_server.imaging.values import Rendering
@@ -75,7 +75,8 @@ def _read_remembered(options: bytes, model: ModelInfo, limits: Limits) -> Option
 def _read_options(request: explain_pb2.ExplainRequest, models: Mapping[str, KnownModel], limits: Limits) -> Options:
     """Check everything but the image; return the job, the rendering and the number of predictions."""
     check_sizes(request, limits)
-    model, fusion = read_model(request.model, models, "model"), _read_fusion(request.fusion)
+    model = with_texts(read_model(request.model, models, "model"), request.texts)
+    fusion = _read_fusion(request.fusion)
     calls, layers = _read_calls(request.methods, model), _read_layers(request.layers, model)
     pyramid = layers == model.pyramid and list(request.layers) in ([], [PYRAMID])
     job = Job(

@@ -1,6 +1,6 @@
 """Codec of the targets of a request, which must fit the model's task."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from camserve.v1 import explain_pb2
@@ -8,6 +8,7 @@ from camserve_server.api.codec.checks import MAX_LISTED, MAX_SIDE, check_range, 
 from camserve_server.core.errors import FailedPrecondition, InvalidArgument, NotFound, did_you_mean
 from camserve_server.core.limits import Limits
 from camserve_server.imaging.values import Box
+from camserve_server.models.text import fault_of, faults
 from camserve_server.models.values import ModelInfo, Task
 from camserve_server.targets.values import (
     ClassTarget,
@@ -20,6 +21,7 @@ from camserve_server.targets.values import (
     SegmentTarget,
     SimilarityTarget,
     Target,
+    TextTarget,
 )
 
 _HINTS: Mapping[Task, str] = {
@@ -42,11 +44,36 @@ def read_targets(request: explain_pb2.ExplainRequest, model: ModelInfo, limits: 
     if request.targets:
         return tuple(read_target(target, model, f"targets[{index}]") for index, target in enumerate(request.targets))
     if model.task == "embed":
-        raise _unfit(model, "targets")
+        raise unfit(model, "targets")
     top_k = request.top_k if request.HasField("top_k") else 1
     limit = limits.targets if model.task == "detect" else min(limits.targets, model.classes)
     check_range(top_k, 1, limit, "top_k")
     return tuple(RankTarget(rank) for rank in range(top_k))
+
+
+def with_texts(model: ModelInfo, texts: Sequence[str]) -> ModelInfo:
+    """Return a model with the texts of a request as its classes; without any, with the texts of its entry, if any.
+
+    Raises:
+        FailedPrecondition: the model takes no texts.
+        InvalidArgument: there are too many texts, or one is too long or named twice.
+    """
+    if not texts:
+        return model.with_texts(model.labels)
+    if model.text is None:
+        raise _without_text_side(model, "texts")
+    for fault in faults(texts):
+        field = "texts" if fault.index is None else f"texts[{fault.index}]"
+        raise InvalidArgument(fault.message, field=field)
+    return model.with_texts(tuple(texts))
+
+
+def _without_text_side(model: ModelInfo, field: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f'{model.name} takes no texts: its task is "{model.task}", and only models such as CLIP and SigLIP compare '
+        "images with texts",
+        field=field,
+    )
 
 
 def read_target(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
@@ -62,11 +89,18 @@ def read_target(target: explain_pb2.Target, model: ModelInfo, field: str) -> Tar
         raise InvalidArgument("only a class has a probability", field=f"{field}.softmax")
     reader = _KINDS[kind]
     if model.task not in reader.tasks:
-        raise _unfit(model, f"{field}.{kind}")
+        raise unfit(model, f"{field}.{kind}")
     return reader.read(target, model, field)
 
 
-def _unfit(model: ModelInfo, field: str) -> FailedPrecondition:
+def unfit(model: ModelInfo, field: str) -> FailedPrecondition:
+    """Return the error for a request whose target is missing, or does not fit the output of its model."""
+    if model.text is not None and model.task == "embed":
+        return FailedPrecondition(
+            f'{model.name} compares images with texts: name a target, such as text("a photo of a cat"), or texts=[...] '
+            "that are the classes to predict",
+            field=field,
+        )
     return FailedPrecondition(f"{model.name} returns {_HINTS[model.task]}", field=field)
 
 
@@ -112,6 +146,14 @@ def _read_similarity(target: explain_pb2.Target, model: ModelInfo, field: str) -
     return SimilarityTarget(file=target.similarity.image)
 
 
+def _read_text(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
+    if model.text is None:
+        raise _without_text_side(model, f"{field}.text")
+    if message := fault_of(target.text):
+        raise InvalidArgument(message, field=f"{field}.text")
+    return TextTarget(target.text)
+
+
 def _read_segment(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
     segment, field = target.segment, f"{field}.segment"
     index = read_class(segment.class_name, model, f"{field}.class_name")
@@ -148,6 +190,7 @@ _KINDS: Mapping[str, _Reader] = {
     "contrast": _Reader(_read_contrast, ("classify", "multilabel", "regress")),
     "finer": _Reader(_read_finer, ("classify", "multilabel")),
     "similarity": _Reader(_read_similarity, ("classify", "multilabel", "regress", "embed")),
+    "text": _Reader(_read_text, ("classify", "multilabel", "regress", "segment", "detect", "embed")),
     "segment": _Reader(_read_segment, ("segment",)),
     "detection": _Reader(_read_detection, ("detect",)),
 }

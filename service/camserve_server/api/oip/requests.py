@@ -175,6 +175,10 @@ def _write_target(template: explain_pb2.ExplainRequest, parameter: _InferParamet
     template.targets.append(_read_target(text, parameter, model))
 
 
+def _write_texts(template: explain_pb2.ExplainRequest, parameter: _InferParameter, _model: ModelInfo) -> None:
+    template.texts.extend(parameter.text().splitlines())
+
+
 def _write_layer(template: explain_pb2.ExplainRequest, parameter: _InferParameter, _model: ModelInfo) -> None:
     template.layers.append(parameter.text())
 
@@ -208,6 +212,7 @@ def _write_nothing(_template: explain_pb2.ExplainRequest, _parameter: _InferPara
 _WRITERS: Mapping[str, Writer] = {
     "method": _write_method,
     "target": _write_target,
+    "texts": _write_texts,
     "layer": _write_layer,
     "augmentation_smoothing": _write_flag,
     "eigen_smoothing": _write_flag,
@@ -251,14 +256,15 @@ def _choice(parameter: _InferParameter, among: Mapping[str, T]) -> T:
 
 
 def _read_target(text: str, parameter: _InferParameter, model: ModelInfo) -> explain_pb2.Target:
-    """Read a target from a text: "tabby", "282", "tabby vs tiger cat", "probability:tabby", "finer:tabby"."""
+    """Read a target: "tabby", "282", "tabby vs tiger cat", "probability:tabby", "finer:tabby", "text:a tabby"."""
     kind, colon, rest = text.partition(":")
     if colon and kind == "probability":
         target = explain_pb2.Target(softmax=True)
         target.MergeFrom(_class_target(_class_name(rest, parameter)))
         return target
-    if colon and kind == "finer":
-        return explain_pb2.Target(finer=explain_pb2.Finer(why=_class_name(rest, parameter)))
+    if colon and kind in ("finer", "text"):
+        finer = kind == "finer" and explain_pb2.Finer(why=_class_name(rest, parameter))
+        return explain_pb2.Target(finer=finer) if finer else explain_pb2.Target(text=rest)
     why, separator, why_not = text.partition(" vs ")
     name = _class_name(why, parameter)
     if separator:
@@ -311,6 +317,7 @@ _FIELDS = {
     "targets": 'parameters["target"]',
     "top_k": 'parameters["target"]',
     "layers": 'parameters["layer"]',
+    "texts": 'parameters["texts"]',
     "image": "inputs[0]",
     "model": "model_name",
     "name": "model_name",

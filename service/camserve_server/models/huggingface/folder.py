@@ -12,6 +12,8 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 INDEX = ".index.json"
 PROCESSOR = "preprocessor_config.json"
+PROCESSORS = (PROCESSOR, "processor_config.json")
+"""Files with the settings of an image processor; the second also has those of a tokenizer."""
 
 MAX_LAYERS = 1000
 """The largest number of layers, blocks or stages in the settings of a network."""

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from camserve_server.core.errors import ConfigError
-from camserve_server.models.huggingface import processors
-from camserve_server.models.huggingface.folder import PROCESSOR, one_line, read_config, weight_files
+from camserve_server.models.huggingface import image_text, processors
+from camserve_server.models.huggingface.folder import PROCESSOR, PROCESSORS, read_config, weight_files
 from camserve_server.models.huggingface.heads import Head, head_of, instances, with_form
 from camserve_server.models.huggingface.network import (
     MISSING,
@@ -17,6 +17,7 @@ from camserve_server.models.huggingface.network import (
     import_transformers,
     labels_of,
     offline,
+    read_settings,
 )
 from camserve_server.models.source import Source
 from camserve_server.models.spec import ModelSpec
@@ -39,11 +40,13 @@ def load(spec: ModelSpec) -> Source:
     """
     folder = Path(spec.folder)
     settings = read_config(folder)
+    if image_text.fits(settings):
+        return image_text.load(spec, settings)
     head = head_of(settings, spec.origin, trained=spec.weights == "default")
     files = weight_files(folder, settings, spec.origin) if spec.weights == "default" else []
     transformers = import_transformers()
     with offline():
-        config = _settings(transformers, folder, spec.origin)
+        config = read_settings(transformers, folder, spec.origin)
         processor = processors.load_processor(transformers, folder, spec.origin)
         preprocess = processors.preprocess_of(processor, spec.origin)
         kind = head.model_class(transformers, config, spec.origin)
@@ -68,15 +71,6 @@ def _queries(config: Any) -> int:
     return 0
 
 
-def _settings(transformers: Any, folder: Path, origin: str) -> Any:
-    try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise ConfigError(
-            f"{origin}: transformers {transformers.__version__} cannot read its config.json: {one_line(error)}"
-        ) from error
-
-
 def _convert(head: Head, spec: ModelSpec, processor: Any) -> Any:
     """Return the conversion of a model's outputs, or None; ?task=detect chooses the instances of a segmentation."""
     if head.convert is None:
@@ -98,8 +92,11 @@ def check(spec: ModelSpec) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(MISSING)
     settings = read_config(folder)
-    head_of(settings, spec.origin, trained=spec.weights == "default")
-    if not (folder / PROCESSOR).exists() and "pretrained_cfg" not in settings:
+    if image_text.fits(settings):
+        image_text.check(spec, settings)
+    else:
+        head_of(settings, spec.origin, trained=spec.weights == "default")
+    if not any((folder / name).exists() for name in PROCESSORS) and "pretrained_cfg" not in settings:
         raise ConfigError(f"{spec.origin} has no {PROCESSOR}: AutoImageProcessor's save_pretrained writes it")
     if spec.weights == "default":
         weight_files(folder, settings, spec.origin)

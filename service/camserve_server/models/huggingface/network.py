@@ -54,6 +54,20 @@ def offline() -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
+def read_settings(transformers: Any, folder: Path, origin: str) -> Any:
+    """Return the settings of a folder's model, as transformers' own class for them.
+
+    Raises:
+        ConfigError: this version of transformers cannot read them.
+    """
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ConfigError(
+            f"{origin}: transformers {transformers.__version__} cannot read its config.json: {one_line(error)}"
+        ) from error
+
+
 def _options(kind: Any, config: Any) -> dict[str, Any]:
     # Set explicitly, because config.json may name an attention kernel that would be fetched, or another precision.
     backbone = import_transformers().MODEL_FOR_BACKBONE_MAPPING.get(
