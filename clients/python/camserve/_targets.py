@@ -248,7 +248,7 @@ def _encode_similarity(target: Similarity, field: str, read_image: Callable[[obj
 
 
 def _encode_text(target: Text, field: str, _read_image: object) -> explain_pb2.Target:
-    if not isinstance(target.text, str):
+    if not isinstance(target.text, str):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may not check types
         raise invalid(f"{field}.text", f"a text must be a str, not {type(target.text).__name__}")
     return explain_pb2.Target(text=target.text)
 
