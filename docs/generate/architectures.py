@@ -9,6 +9,7 @@ map differs from that of a few lines of autograd.
 """
 
 import gc
+import importlib
 import logging
 import re
 import sys
@@ -32,7 +33,7 @@ from camserve_server.methods.values import MethodCall
 from camserve_server.models import LoadedModel, load, parse
 from camserve_server.models.values import Layout, Pass
 from camserve_server.targets import whole
-from camserve_server.targets.values import ClassTarget, RankTarget, SegmentTarget, Target
+from camserve_server.targets.values import ClassTarget, RankTarget, SegmentTarget, SimilarityTarget, Target
 
 PAGE = Path(__file__).parent.parent / "architectures.md"
 MAX_DEVIATION = 1e-5
@@ -67,7 +68,14 @@ vit_relpos_small_patch16_rpn_224 vit_base_patch16_rope_reg1_gap_256 samvit_base_
 volo_d1_224 ese_vovnet19b_slim legacy_xception xception41p xcit_nano_12_p16_224
 """.split()  # noqa: SIM905 -- a list would be 160 lines
 
-TRANSFORMERS = (*small_transformers.DETECTORS, *small_transformers.SEGMENTERS, *small_transformers.UNIVERSAL)
+IMAGE_TEXT = ("clip", "siglip", "siglip2")
+TRANSFORMERS = (
+    *small_transformers.DETECTORS,
+    *small_transformers.SEGMENTERS,
+    *small_transformers.UNIVERSAL,
+    *IMAGE_TEXT,
+)
+TESTS = Path(__file__).parents[2] / "tests"
 
 SIZE_OPTIONS = {"regnet_y_128gf": "?size=224"}  # 12 GB at its own 384 pixels
 
@@ -76,7 +84,7 @@ TEXT = """\
 
 Written by `make architectures` ({versions}).
 Each model has random weights; those of transformers (`hf:`) are small configurations. Each is explained by Grad-CAM at
-its default layer, for one class or object and one image of noise. *Deviation* is the largest difference from a
+its default layer, for one class, object or embedding and one image of noise. *Deviation* is the largest difference from a
 reference map at the same layer, as a share of that map's largest value. The reference uses a forward hook,
 `torch.autograd.grad` and the paper's formula in float64. The script fails if a map deviates by more than 1e-5 or is
 zero.
@@ -186,13 +194,28 @@ def load_random(name: str) -> LoadedModel:
     if source != "hf":
         return load(parse(f"{name}{'&' if '?' in name else '?'}weights=none"))
     with tempfile.TemporaryDirectory() as folder:
-        return load(parse(f"hf:{small_transformers.save(arch, Path(folder))}"))
+        if arch in IMAGE_TEXT:
+            sys.path.insert(0, str(TESTS))
+            maker = importlib.import_module("models.image_text_folders")
+            saved = maker.save(small_transformers.hf, arch, Path(folder) / arch)
+        else:
+            saved = small_transformers.save(arch, Path(folder))
+        return load(parse(f"hf:{saved}"))
 
 
 def target_for(model: LoadedModel) -> Target:
-    """Return a class of a classifier, a class all over a segmentation, or the most certain object of a detector."""
-    everywhere = SegmentTarget(0, whole(model.info.preprocess.size))
-    return {"segment": everywhere, "detect": RankTarget(0)}.get(model.info.task, ClassTarget(CLASS_INDEX))
+    """Return a class, a class all over a segmentation, the most certain object, or the similarity to an embedding."""
+    targets: dict[str, Target] = {
+        "segment": SegmentTarget(0, whole(model.info.preprocess.size)),
+        "detect": RankTarget(0),
+        "embed": SimilarityTarget(reference=reference(model)),
+    }
+    return targets.get(model.info.task, ClassTarget(CLASS_INDEX))
+
+
+def reference(model: LoadedModel) -> np.ndarray:
+    """Return the embedding with which those of images are compared, [E]."""
+    return np.random.default_rng(1).standard_normal(model.info.classes, np.float32)
 
 
 def score(model: LoadedModel, output: Any) -> torch.Tensor:
@@ -202,6 +225,8 @@ def score(model: LoadedModel, output: Any) -> torch.Tensor:
         return best
     logits: torch.Tensor = output["out"] if isinstance(output, dict) and "out" in output else output
     logits = getattr(logits, "logits", logits)
+    if model.info.task == "embed":
+        return torch.cosine_similarity(logits[0], torch.from_numpy(reference(model)), dim=0)
     return logits[0, 0].mean() if model.info.task == "segment" else logits[0, CLASS_INDEX]
 
 

@@ -717,6 +717,44 @@ def test_boxes_and_masks_are_explained_by_a_click(opened, tmp_path):
         page.get_by_role("heading", name="red").wait_for()
 
 
+def test_part_in_a_mask_is_explained(opened, tmp_path):
+    photo, mask = tmp_path / "squares.png", tmp_path / "mask.png"
+    Image.fromarray(painted(64, red=(8, 8, 16), green=(36, 36, 20))).save(photo)
+    part = np.zeros((64, 64), np.uint8)
+    part[10:14, 10:14] = 255
+    Image.fromarray(part).save(mask)
+    with serving(models=("parts=coloured:Colours?size=64",), http_address="0") as served:
+        page = opened(port=served.http_port)
+        page.wait_for_selector("[data-status=ready]")
+        page.set_input_files("#files", photo)
+        explained(page)
+        page.get_by_label("The part in a PNG mask").set_input_files(mask)
+        page.get_by_label("Chosen targets").get_by_text("class 0 in a mask").wait_for()
+        with camserve.Client(served.address) as client:
+            (expected,) = client.explain(photo, targets=[camserve.mask(0, mask)]).explanations
+        page.locator(".cell").get_by_text(f"{abs(expected.score):.3g}").wait_for()
+
+
+def test_text_is_explained_after_enter(opened, tmp_path):
+    photo = tmp_path / "squares.png"
+    Image.fromarray(painted(64, red=(8, 8, 16), green=(36, 36, 20))).save(photo)
+    with serving(models=("named=coloured:named?size=64", "parts=coloured:Colours?size=64"), http_address="0") as served:
+        page = opened(port=served.http_port, expected=("400",))  # without a text there is nothing to explain
+        page.wait_for_selector("[data-status=ready]")
+        page.set_input_files("#files", photo)
+        text = page.get_by_label("Add a text, such as “a photo of a cat”")
+        text.fill("red")
+        text.press("Enter")
+        page.get_by_role("heading", name="red").wait_for()
+        explained(page)
+        with camserve.Client(served.address) as client:
+            (expected,) = client.explain(photo, model="named", targets=[camserve.text("red")]).explanations
+        assert f"score {expected.score:.3g}" in page.locator(".cell").text_content()
+        page.get_by_role("checkbox", name="parts", exact=True).check()
+        page.get_by_role("checkbox", name="named", exact=True).uncheck()
+        text.wait_for(state="hidden")
+
+
 COUNT_URLS = """
 window.urls = 0;
 const [create, revoke] = [URL.createObjectURL.bind(URL), URL.revokeObjectURL.bind(URL)];

@@ -55,7 +55,7 @@ function listOf({ model, response }, index, models) {
 }
 
 const emptyText = () =>
-  mainTask() === "embed" ? "This model returns an embedding, so it has no classes. Choose another photo as target." : "The model found nothing in this photo.";
+  mainTask() === "embed" ? "This model returns an embedding, so it has no classes. Add a text or another photo as target." : "The model found nothing in this photo.";
 
 function toggleAll() {
   showAll = !showAll;
