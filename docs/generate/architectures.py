@@ -84,8 +84,8 @@ TEXT = """\
 
 Written by `make architectures` ({versions}).
 Each model has random weights; those of transformers (`hf:`) are small configurations. Each is explained by Grad-CAM at
-its default layer, for one class, object or embedding and one image of noise. *Deviation* is the largest difference from a
-reference map at the same layer, as a share of that map's largest value. The reference uses a forward hook,
+its default layer, for one class, object or embedding and one image of noise. *Deviation* is the largest difference
+from a reference map at the same layer, as a share of that map's largest value. The reference uses a forward hook,
 `torch.autograd.grad` and the paper's formula in float64. The script fails if a map deviates by more than 1e-5 or is
 zero.
 

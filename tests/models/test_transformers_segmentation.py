@@ -13,7 +13,7 @@ from camserve_server.engine.values import Row
 from camserve_server.imaging import images
 from camserve_server.models import parse
 from camserve_server.models.values import Pass
-from camserve_server.targets.values import RankTarget
+from camserve_server.targets.values import RankTarget, SegmentTarget
 from methods.tools import call, error_ratio
 from support import PHOTOS, serving
 
@@ -94,11 +94,15 @@ def test_class_of_each_pixel_is_that_of_transformers(family, name, folders, serv
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_map_of_the_largest_class_equals_that_of_autograd(family, folders, loaded):
+@pytest.mark.parametrize("against", [None, 1])
+def test_map_of_the_largest_class_equals_that_of_autograd(family, against, folders, loaded):
     model = loaded(family)
     image = images.fit(photo("coffee"), model.info.preprocess)[0]
+    largest = int(np.bincount(row_winners(model, image).ravel()).argmax())
+    other = None if against is None else (largest + against) % 5
+    target = RankTarget(0) if other is None else SegmentTarget(largest, against=other)
     pass_ = Pass(model.info.name, "cam", image.shape[:2], (model.info.default_layer,))
-    (row,) = Engine({model.info.name: model}).run(pass_, [Row(image, RankTarget(0), (call("gradcam"),))])
+    (row,) = Engine({model.info.name: model}).run(pass_, [Row(image, target, (call("gradcam"),))])
 
     inputs = normalise(torch.from_numpy(image[None]), model.info.preprocess)
     inputs = inputs.flip(1) if family in BLUE_FIRST else inputs
@@ -106,7 +110,7 @@ def test_map_of_the_largest_class_equals_that_of_autograd(family, folders, loade
         gradcam_by_hand(family, folders[family], model.info.default_layer, inputs.to(precision), row.target)
         for precision in (torch.float32, torch.float64)
     )
-    assert row.target.index == np.bincount(row_winners(model, image).ravel()).argmax()
+    assert (row.target.index, row.target.against) == (largest, other)
     assert error_ratio(row.maps[0][0], plain, truth) <= 1
 
 
@@ -133,7 +137,8 @@ def gradcam_by_hand(family, folder, layer, image, target):
         scores = torch.einsum("qc,qhw->chw", classes[0].softmax(-1)[:, :-1], masks[0].sigmoid()).log()
     else:
         scores = output.logits[0]
-    scores[target.index][torch.from_numpy(target.mask)].mean().backward()
+    compared = 0 if target.against is None else scores[target.against]
+    (scores[target.index] - compared)[torch.from_numpy(target.mask)].mean().backward()
     gradients = captured[-1].grad
     return (gradients.mean((2, 3), keepdim=True) * captured[-1].detach()).sum(1)[0]
 
@@ -174,6 +179,20 @@ def test_region_and_class_name_a_segment_of_any_family(family, served):
         ).explanations  # fmt: skip
     assert whole.target.label == part.target.label == "thing 1"
     assert not np.array_equal(whole.heatmap, part.heatmap)
+
+
+@pytest.mark.parametrize("family", ["segformer", "mask2former"])
+def test_contrast_names_both_classes_and_replays(family, served):
+    with camserve.Client(served) as client:
+        predictions = client.explain(PHOTOS["chelsea"], model=family, max_predictions=5).predictions
+        why, why_not = predictions[0].label, f"thing {(predictions[0].class_index + 1) % 5}"
+        (explanation,) = client.explain(
+            PHOTOS["chelsea"], model=family, targets=[camserve.contrast(why, why_not)]
+        ).explanations
+        replay = client.replay(explanation.receipt, PHOTOS["chelsea"])
+
+    assert (explanation.target.label, explanation.contrast.label) == (why, why_not)
+    assert replay.same, replay.differences
 
 
 def test_probability_of_a_query_based_class_is_its_share_of_all_scores(folders, served):

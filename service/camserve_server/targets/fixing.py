@@ -194,7 +194,7 @@ def segment(host: HostOutputs, place: int, target: SegmentTarget) -> FixedTarget
         return target
     info, values = host.outputs.info, host.outputs.values[place]
     if target.box is not None:
-        return SegmentTarget(target.index, target.box, inside(target.box, values.shape[1:], info.preprocess.size))
+        return replace(target, mask=inside(target.box, values.shape[1:], info.preprocess.size))
     mask = host.winners[place] == target.index
     if not mask.any():
         classes = _list_classes(info, order_of_areas(to_numpy(covered(values)), info))
@@ -203,7 +203,7 @@ def segment(host: HostOutputs, place: int, target: SegmentTarget) -> FixedTarget
             f"{info.name} sees no {missing} in this image, but {classes}: name the part to explain as a region",
             field="targets",
         )
-    return SegmentTarget(target.index, None, mask)
+    return replace(target, mask=mask)
 
 
 def mask(host: HostOutputs, _place: int, target: MaskTarget) -> FixedTarget:

@@ -121,6 +121,7 @@ _KINDS: Mapping[type[Target], TargetKind] = {
         resolve=fixing.segment,
         reads=fixing.reads_of_segment,
         in_view=geometry.segment_in_view,
+        contrasted=attrgetter("against"),
         box=attrgetter("box"),
     ),
     MaskTarget: TargetKind(

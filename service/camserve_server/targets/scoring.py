@@ -120,8 +120,10 @@ def _texts_on_device(outputs: Outputs, texts: "Map") -> Tensor:
 
 
 def segment(outputs: Outputs, place: int, target: SegmentTarget | MaskTarget) -> Tensor:
-    """Return the mean logit of a class over a part of the image."""
+    """Return the mean logit of a class over a part of the image, less that of the class it is compared with."""
     logits = outputs.values[place, target.index]
+    if isinstance(target, SegmentTarget) and target.against is not None:
+        logits = logits - outputs.values[place, target.against]
     cells = torch.from_numpy(np.flatnonzero(cast("Mask", target.mask)))  # indexing with a mask would wait for the GPU
     total: Tensor = logits.flatten()[device_for(logits.device).copied(cells)].sum()
     return total / max(1, len(cells))  # a view of the image may contain nothing of the part

@@ -90,18 +90,20 @@ class TextTarget:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentTarget:
-    """Mean logit of a class over a part of the image.
+    """Mean logit of a class over a part of the image, or how far it is above that of another class.
 
     Attributes:
         index: the class's index.
         box: the part, in the photo's pixels until the photo is decoded and in the input's afterwards; None for the part
             where the model predicts the class.
         mask: the part, bool [h,w] on the grid of the model's output, once it is known.
+        against: the index of the other class, whose mean logit is subtracted; None for no other class.
     """
 
     index: int
     box: Box | None = None
     mask: Mask | None = field(default=None, repr=False)
+    against: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

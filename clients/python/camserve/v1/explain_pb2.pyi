@@ -698,7 +698,9 @@ Global___Detection: _TypeAlias = Detection  # noqa: Y015
 
 @_typing.final
 class Contrast(_message.Message):
-    """The logit of one class minus the logit of another: why this class and not that one. The classes must differ."""
+    """The logit of one class minus the logit of another: why this class and not that one. The classes must differ. In a
+    segmentation it is the mean difference over the pixels for which the model predicts the class to explain.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -64,6 +64,8 @@ def _finer(_prediction: ModelPrediction, target: FinerTarget) -> explain_pb2.Tar
 
 
 def _segment(prediction: ModelPrediction, target: SegmentTarget) -> explain_pb2.Target:
+    if target.against is not None:
+        return explain_pb2.Target(contrast=explain_pb2.Contrast(why=_name(target.index), why_not=_name(target.against)))
     region = box_message(prediction.in_photo(target.box)) if target.box else None
     return explain_pb2.Target(segment=explain_pb2.Segment(class_name=_name(target.index), region=region))
 

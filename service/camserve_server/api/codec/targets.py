@@ -118,7 +118,7 @@ def _read_contrast(target: explain_pb2.Target, model: ModelInfo, field: str) -> 
     why_not = read_class(target.contrast.why_not, model, f"{field}.contrast.why_not")
     if why == why_not:
         raise InvalidArgument("a contrast needs two different classes", field=f"{field}.contrast.why_not")
-    return ContrastTarget(why, why_not)
+    return SegmentTarget(why, against=why_not) if model.task == "segment" else ContrastTarget(why, why_not)
 
 
 def _read_finer(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
@@ -187,7 +187,7 @@ class _Reader:
 _KINDS: Mapping[str, _Reader] = {
     "class_index": _Reader(_read_class_target, ("classify", "multilabel", "regress")),
     "label": _Reader(_read_class_target, ("classify", "multilabel", "regress")),
-    "contrast": _Reader(_read_contrast, ("classify", "multilabel", "regress")),
+    "contrast": _Reader(_read_contrast, ("classify", "multilabel", "regress", "segment")),
     "finer": _Reader(_read_finer, ("classify", "multilabel")),
     "similarity": _Reader(_read_similarity, ("classify", "multilabel", "regress", "embed")),
     "text": _Reader(_read_text, ("classify", "multilabel", "regress", "segment", "detect", "embed")),
