@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import small_transformers
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree  # flattens every output structure that torch knows
@@ -69,12 +68,6 @@ volo_d1_224 ese_vovnet19b_slim legacy_xception xception41p xcit_nano_12_p16_224
 """.split()  # noqa: SIM905 -- a list would be 160 lines
 
 IMAGE_TEXT = ("clip", "siglip", "siglip2")
-TRANSFORMERS = (
-    *small_transformers.DETECTORS,
-    *small_transformers.SEGMENTERS,
-    *small_transformers.UNIVERSAL,
-    *IMAGE_TEXT,
-)
 TESTS = Path(__file__).parents[2] / "tests"
 
 SIZE_OPTIONS = {"regnet_y_128gf": "?size=224"}  # 12 GB at its own 384 pixels
@@ -157,8 +150,10 @@ class Explanation:
 
 def names() -> list[str]:
     """Return the model specs of all architectures."""
+    small = small_models()
+    transformers_names = (*small.DETECTORS, *small.SEGMENTERS, *small.UNIVERSAL, *IMAGE_TEXT)
     torchvision_names = [f"torchvision:{name}{SIZE_OPTIONS.get(name, '')}" for name in zoo.list_models(module=zoo)]
-    return [*torchvision_names, *(f"timm:{name}" for name in TIMM), *(f"hf:{name}" for name in TRANSFORMERS)]
+    return [*torchvision_names, *(f"timm:{name}" for name in TIMM), *(f"hf:{name}" for name in transformers_names)]
 
 
 def examine(name: str) -> Explanation:
@@ -188,6 +183,12 @@ def examine(name: str) -> Explanation:
     return Explanation(name, layer.name, layer.layout, explainable, deviation)
 
 
+def small_models() -> Any:
+    """Return the module with small models of transformers, which takes seconds to import."""
+    sys.path.append(str(Path(__file__).parent))
+    return importlib.import_module("small_transformers")
+
+
 def load_random(name: str) -> LoadedModel:
     """Load a model with random weights; one of transformers as a small configuration saved in a folder."""
     source, _, arch = name.partition(":")
@@ -197,9 +198,9 @@ def load_random(name: str) -> LoadedModel:
         if arch in IMAGE_TEXT:
             sys.path.insert(0, str(TESTS))
             maker = importlib.import_module("models.image_text_folders")
-            saved = maker.save(small_transformers.hf, arch, Path(folder) / arch)
+            saved = maker.save(small_models().hf, arch, Path(folder) / arch)
         else:
-            saved = small_transformers.save(arch, Path(folder))
+            saved = small_models().save(arch, Path(folder))
         return load(parse(f"hf:{saved}"))
 
 
