@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
 
 from docs.generate import small_transformers
 
-DETECTORS = ("detr", "deformable_detr", "rt_detr", "yolos")
+DETECTORS = ("detr", "rt_detr", "yolos")
 SEGMENTERS = ("segformer", "mask2former")
 FAMILIES = (*DETECTORS, *SEGMENTERS)
 

@@ -1,5 +1,7 @@
 """Segmentation models of transformers: the maps of classes and the instances of transformers itself, and exact maps."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -76,8 +78,7 @@ def class_map_of_transformers(family, folder, pixels):
     return processor.post_process_semantic_segmentation(output)[0].numpy()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["chelsea", "rocket"])
+@pytest.mark.parametrize(("family", "name"), list(zip(FAMILIES, itertools.cycle(["chelsea", "rocket"]), strict=False)))
 def test_class_of_each_pixel_is_that_of_transformers(family, name, folders, served):
     expected = class_map_of_transformers(family, folders[family], photo(name))
     with camserve.Client(served) as client:
@@ -93,8 +94,9 @@ def test_class_of_each_pixel_is_that_of_transformers(family, name, folders, serv
     assert explanation.verdict != "ZERO_GRADIENT"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("against", [None, 1])
+@pytest.mark.parametrize(
+    ("family", "against"), [*((family, None) for family in FAMILIES), ("segformer", 1), ("maskformer", 2)]
+)
 def test_map_of_the_largest_class_equals_that_of_autograd(family, against, folders, loaded):
     model = loaded(family)
     image = images.fit(photo("coffee"), model.info.preprocess)[0]

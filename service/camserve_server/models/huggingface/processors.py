@@ -61,8 +61,12 @@ def preprocess_of(processor: Any, origin: str) -> Preprocess:
         black, span = low.amax((1, 2)), (high - low).amax((1, 2))
         if bool((span > 0).all()):
             mean, std = _triple(-black / span), _triple(1 / span)
+            swapped = swaps_channels(processor)
+            if swapped:
+                mean, std = mean[::-1], std[::-1]
             candidates, photos = _candidates(processor, low, mean, std)
-            plain = [_plain(processor, photo, black, span) for photo in photos]
+            plain = [(_process(processor, photo) - black[:, None, None]) / span[:, None, None] for photo in photos]
+            plain = [result.flip(0) for result in plain] if swapped else plain
             if preprocess := _closest(candidates, list(zip(photos, plain, strict=True))):
                 return preprocess
     except Exception as error:
@@ -79,12 +83,6 @@ def swaps_channels(processor: Any) -> bool:
     red[..., 0] = 192
     changed = (_process(processor, red) - _process(processor, grey)).abs().amax((1, 2))
     return bool(changed[2] > changed[0])
-
-
-def _plain(processor: Any, photo: Photo, black: Tensor, span: Tensor) -> Tensor:
-    """Return a processor's result for a photo before normalisation, red first: 0 to 1 [3,h,w]."""
-    result = (_process(processor, photo) - black[:, None, None]) / span[:, None, None]
-    return result.flip(0) if swaps_channels(processor) else result
 
 
 def _process(processor: Any, photo: Photo) -> Tensor:
@@ -111,12 +109,10 @@ def _candidates(processor: Any, low: Tensor, mean: Triple, std: Triple) -> tuple
     Args:
         processor: the processor.
         low: its result for a black photo [3,h,w].
-        mean: mean of its normalisation.
-        std: standard deviation of its normalisation.
+        mean: mean of its normalisation, red first.
+        std: standard deviation of its normalisation, red first.
     """
     stated, size = getattr(processor, "size", None) or {}, (low.shape[1], low.shape[2])
-    if swaps_channels(processor):
-        mean, std = mean[::-1], std[::-1]
     if stated.get("shortest_edge") and stated.get("longest_edge"):
         side = stated["shortest_edge"]
         photos = [_pattern(*shape) for shape in (*_SHAPES, (side * 5 // 4, side * 7 // 4))]
