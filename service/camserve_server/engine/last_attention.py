@@ -41,12 +41,13 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
 
 def _gradient(scores: Tensor, output: Tensor) -> Tensor:
     """Return the gradient of the scores at the attention's output; zero if they do not depend on it."""
-    if not scores.requires_grad:
-        return torch.zeros_like(output, dtype=torch.float32)
-    (gradient,) = torch.autograd.grad(
-        scores.sum(), output, retain_graph=True, allow_unused=True, materialize_grads=True
-    )
-    return gradient.float()
+    gradient = torch.zeros_like(output)
+    if scores.requires_grad:
+        (gradient,) = torch.autograd.grad(
+            scores.sum(), output, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+    # An attention without heads has outputs [B,T,d].
+    return (gradient if gradient.dim() == 4 else gradient.unsqueeze(1)).float()  # noqa: PLR2004 -- [B,heads,T,d]
 
 
 def _map(row: Row, tensors: Sequence[Tensor], layout: Layout) -> Tensor:
@@ -78,6 +79,8 @@ class _LastAttention(PlainAttention):
         source = output if output.requires_grad else output.detach().requires_grad_()
         if query.dim() == key.dim() == 4 and (repeats := query.shape[1] // key.shape[1]) > 1:  # noqa: PLR2004 -- [B,heads,N,d]
             key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
+        if query.dim() == key.dim() == value.dim() == 3:  # noqa: PLR2004 -- [B,N,d], an attention without heads
+            query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         self._captured = _Captured(query, key, value, source)
         return source.clone()  # the model may change it in place
 
