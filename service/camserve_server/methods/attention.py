@@ -77,12 +77,12 @@ def gradeclip(queries: Tensor, keys: Tensor, values: Tensor, gradients: Tensor, 
 
     M_j = (Σ_t λ_tj ⟨∂S/∂o_t, v_j⟩)⁺ for patch j, where o_t is the output of the last attention for token t.
 
-    t is the class token; λ_tj is the cosine of q_t and k_j, min-max normalised over the patches. It stands for the
-    attention, which is often on few patches. Queries q, keys k, values v and outputs o, before the projection, are
-    those of all heads, one after the other. If the score depends on several tokens of the last attention, t runs over
-    these; in a model with attention pooling, such as SigLIP, the pooling is the last attention and its query is t.
-    Zhao et al. 2024, section 3. The authors' code computes the last attention with a single head; here the model stays
-    as it is.
+    t is the class token; λ_tj is the cosine of q_t and k_j, min-max normalised over the patches, or 1 if all are
+    equal. It stands for the attention, which is often on few patches. Queries q, keys k, values v and outputs o, before
+    the projection, are those of all heads, one after the other. If the score depends on several tokens of the last
+    attention, t runs over these; in a model with attention pooling, such as SigLIP, the pooling is the last attention
+    and its query is t. Zhao et al. 2024, section 3. The authors' code computes the last attention with a single head;
+    here the model stays as it is.
 
     Args:
         queries: [B,heads,T,d].
@@ -94,7 +94,7 @@ def gradeclip(queries: Tensor, keys: Tensor, values: Tensor, gradients: Tensor, 
     query, key, value, gradient = (tokens.transpose(1, 2).flatten(2) for tokens in (queries, keys, values, gradients))
     cosines = functional.normalize(query, dim=-1) @ functional.normalize(key[:, prefix:], dim=-1).mT
     lowest, highest = cosines.amin(-1, keepdim=True), cosines.amax(-1, keepdim=True)
-    alike = (cosines - lowest) / (highest - lowest).clamp(min=torch.finfo(cosines.dtype).tiny)
+    alike = torch.where(highest > lowest, (cosines - lowest) / (highest - lowest), 1.0)
     return (alike * (gradient @ value[:, prefix:].mT)).sum(1).clamp(min=0)
 
 
