@@ -35,9 +35,9 @@ METHODS = (
     "gradcam",
     camserve.Method("layercam", augmentation_smoothing=True),
     camserve.Method("hirescam", eigen_smoothing=True),
-    camserve.Method("smoothgrad", {"samples": 3, "seed": 11}),
-    camserve.Method("integrated_gradients", {"steps": 4}),
-    camserve.Method("occlusion", {"window": 64, "stride": 64}),
+    camserve.Method("smoothgrad", {"samples": 2, "seed": 11}),
+    camserve.Method("integrated_gradients", {"steps": 2}),
+    camserve.Method("occlusion", {"window": 96, "stride": 96}),
 )
 
 

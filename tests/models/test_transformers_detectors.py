@@ -29,7 +29,9 @@ from docs.generate import small_transformers  # noqa: E402
 
 from camserve_server.engine import Engine, normalise  # noqa: E402 -- after the check for transformers
 
-FAMILIES = tuple(small_transformers.DETECTORS)
+SIMILAR = ("table_transformer", "dab_detr", "lw_detr")
+"""Families of the same code as others here. The script of the table of architectures explains them."""
+FAMILIES = tuple(name for name in small_transformers.DETECTORS if name not in SIMILAR)
 DIFFERENT = ("detr", "deformable_detr", "rt_detr", "d_fine", "yolos")
 QUERIES = small_transformers.QUERIES
 
