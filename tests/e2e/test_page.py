@@ -414,11 +414,11 @@ def test_cancelled_rise_leaves_the_queue(page, served):
 def test_error_appears_at_its_field(opened):
     page = opened(expected=["status of 400"])
     choose_photo(page)
-    add_method(page, "smoothgrad")
+    add_method(page, "rise")
     page.get_by_text("Options and formula").last.click()
     page.get_by_label("samples").fill("0")
     page.locator(".field .violation").wait_for()
-    assert page.locator(".violation").text_content() == "Samples is 1 to 512, not 0."
+    assert page.locator(".violation").text_content() == "Samples is 1 to 16000, not 0."
     assert page.get_by_label("samples").get_attribute("aria-invalid") == "true"
     page.get_by_label("samples").fill("10")
     explained(page, maps=2)
