@@ -745,7 +745,7 @@ def test_text_is_explained_after_enter(opened, tmp_path):
         text = page.get_by_label("Add a text, such as “a photo of a cat”")
         text.fill("red")
         text.press("Enter")
-        page.get_by_role("heading", name="red").wait_for()
+        page.get_by_role("heading", name="red", exact=True).wait_for()
         explained(page)
         with camserve.Client(served.address) as client:
             (expected,) = client.explain(photo, model="named", targets=[camserve.text("red")]).explanations
