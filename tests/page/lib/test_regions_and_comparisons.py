@@ -85,6 +85,7 @@ PAIRS = {
     "opposite": (signed(7, 7), -signed(7, 7)),
     "shares of half a cell": (signed(5, 10), signed(5, 10, 1)),
     "many cells": (signed(40, 30), signed(40, 30, 1) + signed(40, 30)),
+    "single pixels": (signed(448, 448), signed(448, 448, 1)),  # in quadratic time, this would exceed the time limit
     "mostly zero": (np.maximum(signed(14, 14) - 3, 0), np.maximum(signed(9, 9, 1) - 3, 0)),
     "finer grid": (COARSE, FINE),
     "coarser grid": (FINE, COARSE),

@@ -137,7 +137,10 @@ function divergence(first, second) {
 }
 
 function structuralSimilarity(...maps) {
-  const [x, y] = maps.map(({ data }) => Float64Array.from(data, (value) => value / strongest(data)));
+  const [x, y] = maps.map(({ data }) => {
+    const scale = strongest(data);
+    return Float64Array.from(data, (value) => value / scale);
+  });
   const [down, across] = [maps[0].height, maps[0].width].map(gaussianWindows);
   const means = (product) => sumCells({ ...maps[0], data: x.map((value, index) => product(value, y[index])) }, down, across).data;
   const [meanX, meanY] = [means((a) => a), means((_, b) => b)];
