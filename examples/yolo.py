@@ -39,9 +39,10 @@ class Detector(nn.Module):
     def _objects(self, boxes: Tensor, probabilities: Tensor) -> dict[str, Tensor]:
         scores, labels = probabilities.max(1)
         sure = scores > self.score_thresh
-        boxes, scores, labels = boxes[sure], scores[sure], labels[sure]
-        kept = batched_nms(boxes, scores, labels, self.overlap)[: self.objects]
-        return {"boxes": boxes[kept], "labels": labels[kept], "scores": scores[kept]}
+        found = {"boxes": boxes, "labels": labels, "scores": scores, "class_scores": probabilities}
+        found = {name: values[sure] for name, values in found.items()}
+        kept = batched_nms(found["boxes"], found["scores"], found["labels"], self.overlap)[: self.objects]
+        return {name: values[kept] for name, values in found.items()}
 
 
 def build() -> Source:

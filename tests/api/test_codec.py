@@ -77,6 +77,9 @@ MODELS = {
     "numbers": replace(model("numbers"), task="regress"),
     "pixels": replace(model("pixels", ["background", "cat", "dog", "sky"]), task="segment"),
     "boxes": replace(model("boxes", ["background", "cat", "dog", "sky"]), task="detect"),
+    "scored boxes": replace(
+        model("scored boxes", ["background", "cat", "dog", "sky"]), task="detect", object_classes=3
+    ),
     "scales": replace(model("scales"), task="detect", pyramid=("stem", "features")),
     "vectors": replace(model("vectors"), task="embed"),
     "pairs": replace(model("pairs"), task="embed", text=TextHead(100.0, 0.0, exclusive=True, length=4)),
@@ -241,6 +244,7 @@ BOX = Box(1.0, 2.0, 20.0, 30.0)
         ({"targets": [finer(1, weight=0)]}, FinerTarget(1, (), 0.0)),
         (detection(2), DetectionTarget(2)),
         (detection(2, left=1), DetectionTarget(2, BOX)),
+        ({"model": "scored boxes", "targets": [contrast(1, 2)]}, DetectionTarget(1, against=2)),
         ({"model": "boxes"}, RankTarget(0)),
         ({"model": "pixels"}, RankTarget(0)),
     ],
@@ -456,7 +460,19 @@ WRONG |= {
         {"model": "boxes", "targets": [contrast(1, 2)]},
         FailedPrecondition,
         "targets[0].contrast",
-        ["boxes returns boxes: explain an object with detection(...)"],
+        ["boxes scores each object only in its own class: a contrast needs a detector that returns class_scores"],
+    ),
+    "a contrast with a class that is not scored": (
+        {"model": "scored boxes", "targets": [contrast(1, 3)]},
+        FailedPrecondition,
+        "targets[0].contrast",
+        ["scored boxes scores each object only in its own class"],
+    ),
+    "drise of a contrast": (
+        {"model": "scored boxes", "methods": [method("gradcam"), method("drise")], "targets": [contrast(1, 2)]},
+        FailedPrecondition,
+        "methods[1].name",
+        ["drise compares detected objects, each of which has one class"],
     ),
     "drise of a classifier": (
         {"methods": [method("gradcam"), method("drise")]},
@@ -870,8 +886,11 @@ def test_predicted_objects_have_boxes_in_pixels_of_the_photo():
     assert (part.label, part.probability, part.score) == ("cat", 0.5, 0.5)
     assert whole.box == explain_pb2.Box(left=80, top=0, right=560, bottom=480)
     assert part.box == explain_pb2.Box(left=200, top=240, right=320, bottom=360)
-    explanation = explained(MODELS["boxes"], objects, DetectionTarget(1, Box(48, 112, 96, 168), found=True), 0.5)
-    assert explanation.target == part
+    target = DetectionTarget(1, Box(48, 112, 96, 168), found=True, rank=1)
+    assert explained(MODELS["boxes"], objects, target, 0.5).target == part
+    compared = explained(MODELS["boxes"], objects, replace(target, against=3), 0.375)
+    assert compared.target == part
+    assert (compared.contrast.label, compared.contrast.score, compared.contrast.box) == ("sky", 0.125, part.box)
 
 
 def test_embedding_has_no_predictions_and_a_similarity_target():

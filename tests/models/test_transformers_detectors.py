@@ -148,7 +148,18 @@ def default_dtype(dtype):
 
 
 def gradcam_by_hand(folder, layer, image):
-    """Compute the map of the most certain object by autograd and the paper's formula, on transformers' own model."""
+    """Compute the map of the most certain object, as `gradcam_of`."""
+    processor = hf.AutoImageProcessor.from_pretrained(folder)
+
+    def most_certain(output):
+        (found,) = processor.post_process_object_detection(output, threshold=0, target_sizes=[image.shape[2:]])
+        return found["scores"].max()
+
+    return gradcam_of(most_certain, folder, layer, image)[1]
+
+
+def gradcam_of(score, folder, layer, image):
+    """Compute a score and its map by autograd and the paper's formula, on transformers' own model."""
     network, captured = transformers_model(folder, image.dtype), []
 
     def keep(_module, _args, output):
@@ -156,15 +167,14 @@ def gradcam_by_hand(folder, layer, image):
         captured.append(first)
         first.retain_grad()
 
-    processor = hf.AutoImageProcessor.from_pretrained(folder)
     with default_dtype(image.dtype), network.get_submodule(layer.name).register_forward_hook(keep):
         output = network(image.clone().requires_grad_())
-    (found,) = processor.post_process_object_detection(output, threshold=0, target_sizes=[image.shape[2:]])
-    found["scores"].max().backward()
+    value = score(output)
+    value.backward()
     activations, gradients = (
         to_grid_in_full_precision(tensor, layer.layout) for tensor in (captured[-1].detach(), captured[-1].grad)
     )
-    return (gradients.mean((2, 3), keepdim=True) * activations).sum(1)[0]
+    return value.item(), (gradients.mean((2, 3), keepdim=True) * activations).sum(1)[0]
 
 
 def to_grid_in_full_precision(tensor, layout):
@@ -267,3 +277,55 @@ def test_size_option_scales_the_shorter_and_the_longer_side(folders):
     info = models.load(parse(f"hf:{folders['detr']}?size=48")).info
     assert info.preprocess.size == (48, 80)
     assert replace(info.preprocess.resize, shortest=96, longest=160) == models.KeepAspect(96, 160)
+
+
+def probabilities_of_a_query(output, name):
+    """Return the probabilities of the classes by which a family's processor finds objects, [Q,classes]."""
+    return output.logits[0].softmax(-1)[:, :-1] if name in {"detr", "yolos"} else output.logits[0].sigmoid()
+
+
+@pytest.mark.parametrize("family", DIFFERENT)
+def test_contrast_is_the_difference_of_an_objects_scores_in_two_classes(family, folders, loaded):
+    model = loaded(family)
+    image = fitted(model, photo("chelsea"))
+    best = explained(model, image).target
+    other = (best.index + 1) % (model.info.classes - 1)
+    result = explained(model, image, DetectionTarget(best.index, against=other))
+
+    inputs = normalise(torch.from_numpy(image[None]), model.info.preprocess)
+    plain, truth = (
+        contrast_by_hand(folders[family], model, family, (best.index, other), inputs.to(precision))
+        for precision in (torch.float32, torch.float64)
+    )
+    assert result.target.box == best.box
+    assert result.score == pytest.approx(truth[0], rel=1e-3)
+    assert error_ratio(result.maps[0][0], plain[1], truth[1]) <= 1
+
+
+def contrast_by_hand(folder, model, family, classes, image):
+    """Return score and map of the contrast for the query that is most certain of the first class."""
+    layer = model.info.at_size(tuple(image.shape[2:])).layers[model.info.default_layer]
+
+    def score(output):
+        found = probabilities_of_a_query(output, family)
+        why, why_not = found[found[:, classes[0]].argmax(), list(classes)]
+        return why - why_not
+
+    return gradcam_of(score, folder, layer, image)
+
+
+@pytest.mark.parametrize("family", ["detr", "rt_detr"])
+def test_contrast_of_objects_names_both_classes_and_replays(family, served):
+    with camserve.Client(served) as client:
+        (first,) = client.explain(PHOTOS["chelsea"], model=family, max_predictions=1).predictions
+        why_not = next(label for label in small_transformers.LABELS.values() if label != first.label)
+        asked = {"model": family, "targets": [camserve.contrast(first.label, why_not)]}
+        (explanation,) = client.explain(PHOTOS["chelsea"], **asked).explanations
+        replay = client.replay(explanation.receipt, PHOTOS["chelsea"])
+        with pytest.raises(camserve.FailedPrecondition, match="drise compares detected objects"):
+            client.explain(PHOTOS["chelsea"], methods=["drise"], **asked)
+
+    assert (explanation.target.label, explanation.contrast.label) == (first.label, why_not)
+    assert (explanation.target.box, explanation.target.score) == (first.box, pytest.approx(first.score, abs=1e-5))
+    assert explanation.contrast.score == pytest.approx(first.score - explanation.score, abs=1e-5)
+    assert replay.same, replay.differences

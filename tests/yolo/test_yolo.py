@@ -25,7 +25,7 @@ from camserve_server.engine.values import Row
 from camserve_server.imaging import images
 from camserve_server.imaging.values import Box
 from camserve_server.targets import objects_of
-from camserve_server.targets.values import RankTarget
+from camserve_server.targets.values import DetectionTarget, RankTarget
 from methods.tools import call, error_ratio, exact, explain, gap, inputs, job, run
 from models.test_pyramid import check_sum
 from models.test_tasks import check, leaf
@@ -134,6 +134,19 @@ def test_objects_are_those_of_ultralytics_predict(file, model):
     np.testing.assert_array_equal(ours[2], theirs[2])
     for mine, plain, true in zip(ours[:2], theirs[:2], truth[:2], strict=True):
         assert error_ratio(mine, plain, true) <= 1
+
+
+def test_contrast_is_the_difference_of_the_scores_in_two_classes(model):
+    image, _, model = sized(model, WIDE)
+    (best,) = run(model, [Row(image, RankTarget(0))], kind="score")
+    why, why_not = best.target.index, (best.target.index + 1) % 80
+    (contrast,) = run(model, [Row(image, DetectionTarget(why, against=why_not))], kind="score")
+
+    _, raw = model.module.network(inputs(model, image))
+    scores = raw["scores"].sigmoid()[0]
+    anchor = scores[why].argmax()
+    assert contrast.score == pytest.approx(float(scores[why, anchor] - scores[why_not, anchor]), rel=1e-3)
+    assert contrast.target.box == best.target.box
 
 
 def test_objects_of_a_photo_with_rounded_sides_are_those_of_predict(file, model):

@@ -218,6 +218,7 @@ def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> Mod
         embedding=probed.embedding,
         text=source.text.head(probed.classes) if source.text else None,
         pyramid=probed.pyramid,
+        object_classes=probed.object_classes,
     )
 
 
@@ -279,6 +280,7 @@ def _probe(spec: ModelSpec, source: Source, device: str) -> Probed:
         default_layer=probe.default_layer(module, trunk),
         embedding=tasks.embedding_layer(module, layers, classes) if trial.task in VECTOR_TASKS else "",
         pyramid=pyramid.find_scales(trial.graph, layers, is_trunk),
+        object_classes=trial.object_classes,
     )
 
 

@@ -10,6 +10,9 @@ from torch.nn.utils.rnn import pad_sequence
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.models.values import ModelInfo
 
+OBJECT_COLUMNS = 6
+"""Columns that describe an object of a detector; those after them are its scores in each class."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
@@ -19,7 +22,8 @@ class Outputs:
         info: the description of the model.
         values: float32 [B, classes]; [B, classes, h, w] for the task "segment"; the embeddings [B, E] for "embed"; for
             "detect" the objects [B, n, 6] by descending score: class, score, left, top, right, bottom in the input's
-            pixels. Images with fewer objects are padded with class -1.
+            pixels. Detectors that return `class_scores` have more columns, [B, n, 6 + classes]: the score that the
+            object has in each class. Images with fewer objects are padded with class -1.
         embedding: float32 [B, E]; None if the model has no embedding.
     """
 

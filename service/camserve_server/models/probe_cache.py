@@ -52,6 +52,7 @@ class Probed:
         default_layer: the layer that is explained when a request names none.
         embedding: the linear layer whose input is the image's embedding; empty without one.
         pyramid: the layers of a detector's scales, the finest first; empty without several.
+        object_classes: the number of classes in which a detector scores each object; 0 if it scores only one.
     """
 
     task: Task
@@ -60,6 +61,7 @@ class Probed:
     default_layer: str
     embedding: str
     pyramid: tuple[str, ...]
+    object_classes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

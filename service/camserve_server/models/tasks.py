@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from camserve_server.core.errors import ConfigError, FailedPrecondition
 from camserve_server.models import detectors, pyramid
 from camserve_server.models.hooks import first_tensor
+from camserve_server.models.outputs import OBJECT_COLUMNS
 from camserve_server.models.values import LayerInfo, Task
 
 OBJECT_KEYS = ("boxes", "labels", "scores")
@@ -56,9 +57,12 @@ def _main_tensor(output: Any) -> Tensor | None:
 
 
 def _objects(detection: Mapping[str, Tensor]) -> Tensor:
-    """Return one image's objects [n, 6] by descending score: class, score, left, top, right, bottom."""
+    """Return one image's objects by descending score, as `outputs.Outputs.values` has them."""
     scores = detection["scores"].float()
-    objects = torch.cat([detection["labels"].to(scores)[:, None], scores[:, None], detection["boxes"].to(scores)], 1)
+    parts = [detection["labels"][:, None], scores[:, None], detection["boxes"]]
+    if "class_scores" in detection:
+        parts.append(detection["class_scores"])
+    objects = torch.cat([part.to(scores) for part in parts], 1)
     return objects[(-scores.detach()).argsort(stable=True)]
 
 
@@ -76,6 +80,7 @@ class Trial:
         trunk: the names of the layers that may be the default layer; None for all.
         queries: the number of its tokens that ask for one object each.
         graph: the autograd graph of a detector's objects; empty for any other model.
+        object_classes: the number of classes in which a detector scores each object; 0 if it scores only one.
     """
 
     def __init__(self, task: Task | None = None, labels: Collection[str] = (), queries: int = 0) -> None:
@@ -83,6 +88,7 @@ class Trial:
         self.classes = 0
         self.trunk: set[str] | None = None
         self.queries = queries
+        self.object_classes = 0
         self._declared_task = task
         self._labels = labels
         self.graph = pyramid.ObjectGraph()
@@ -114,6 +120,7 @@ class Trial:
             self.classes = values.shape[1]
             return values.mean((2, 3)) if self.task == "segment" else values
         self.classes, self._objects = detectors.classes_of(model, self._labels), output[0]
+        self.object_classes = values.shape[2] - OBJECT_COLUMNS
         return values[:, :, 1]
 
     def find_trunk(self, model: nn.Module, outputs: Mapping[str, Tensor | None]) -> None:

@@ -159,6 +159,7 @@ class ModelInfo:
         text: the score of an image and a text; None if the model takes no texts. The labels of such a model are the
             texts of its entry, and it is one of embeddings until `with_texts` gives it classes.
         pyramid: the layers of a detector's scales, one for each grid, the finest first; empty without several.
+        object_classes: the number of classes in which a detector scores each object; 0 if it scores only one.
     """
 
     name: str
@@ -179,6 +180,7 @@ class ModelInfo:
     channels_last: bool = True
     text: TextHead | None = None
     pyramid: tuple[str, ...] = ()
+    object_classes: int = 0
 
     def __hash__(self) -> int:
         """Return a hash of the fields that tell models apart; the layers' mapping has none."""

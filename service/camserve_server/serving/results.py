@@ -15,7 +15,7 @@ from camserve_server.jobs import Explanation
 from camserve_server.models.values import ModelInfo, Task
 from camserve_server.serving.receipts import Receipt
 from camserve_server.targets import carried, class_probabilities, kind_of, objects_of, order_of_areas, whole
-from camserve_server.targets.values import FixedTarget
+from camserve_server.targets.values import DetectionTarget, FixedTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,25 @@ class ModelPrediction:
         index = kind.class_index(target)
         if index is None:
             return Prediction(kind.label(target), score)
-        return self.object(index, score, kind.box(target)) if self.model.task == "detect" else self.of_class(index)
+        if isinstance(target, DetectionTarget):
+            return self.object(index, score if target.against is None else self._score_of(target), target.box)
+        return self.of_class(index)
 
-    def against(self, target: FixedTarget) -> Prediction | None:
-        """Return the prediction that a contrast compares the target with; None if the target is no contrast."""
+    def against(self, target: FixedTarget, score: float) -> Prediction | None:
+        """Return the prediction that a contrast compares the target with; None if the target is no contrast.
+
+        Args:
+            target: the target.
+            score: its score.
+        """
         index = kind_of(target).contrasted(target)
+        if isinstance(target, DetectionTarget) and index is not None:
+            return self.object(index, self._score_of(target) - score, target.box)
         return None if index is None else self.of_class(index)
+
+    def _score_of(self, target: DetectionTarget) -> float:
+        """Return the score of the object that was found for a target."""
+        return float(self.values[cast("int", target.rank), 1])
 
     @cached_property
     def probabilities(self) -> Map:

@@ -11,7 +11,7 @@ from camserve_server.core.arrays import Map
 from camserve_server.core.devices import fetch_arrays, to_numpy
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.imaging.values import Box
-from camserve_server.models.outputs import Outputs
+from camserve_server.models.outputs import OBJECT_COLUMNS, Outputs
 from camserve_server.models.values import ModelInfo, Task
 from camserve_server.targets.geometry import cells_of, inside, overlaps, whole
 from camserve_server.targets.summaries import covered, objects_of, order_of_areas
@@ -142,7 +142,8 @@ def _ranked_object(host: HostOutputs, place: int, rank: int) -> FixedTarget:
 
 def _found(objects: Map, rank: int) -> DetectionTarget:
     """Return the target of an object in the unchanged image."""
-    return DetectionTarget(int(objects[rank, 0]), Box(*objects[rank, 2:].tolist()), found=True, rank=rank)
+    index, _, left, top, right, bottom = objects[rank, :OBJECT_COLUMNS].tolist()
+    return DetectionTarget(int(index), Box(left, top, right, bottom), found=True, rank=rank)
 
 
 _RANKS: Mapping[Task, Callable[[HostOutputs, int, int], FixedTarget]] = {
@@ -233,10 +234,10 @@ def detection(host: HostOutputs, place: int, target: DetectionTarget) -> FixedTa
         classes = list(dict.fromkeys(objects[:, 0].astype(int).tolist()))
         others = _list_classes(info, classes) or "no object at all"
         raise FailedPrecondition(f"{info.name} finds no {label} in this image, but {others}", field="targets")
-    overlap = np.ones(len(ranks)) if target.box is None else overlaps(objects[ranks, 2:], target.box)
+    overlap = np.ones(len(ranks)) if target.box is None else overlaps(objects[ranks], target.box)
     if not overlap.any():
         raise FailedPrecondition(f"{info.name} finds no {label} that overlaps the box", field="targets")
-    return _found(objects, int(ranks[overlap.argmax()]))
+    return replace(_found(objects, int(ranks[overlap.argmax()])), against=target.against)
 
 
 def _list_classes(info: ModelInfo, indices: Sequence[int]) -> str:

@@ -76,9 +76,9 @@ def _pixels_at(part: Part, ys: NDArray[np.intp], xs: NDArray[np.intp]) -> Mask:
     return mask
 
 
-def overlaps(boxes: Map, box: Box) -> Map:
-    """Return the intersection over union of each of the boxes [n,4] with one box."""
-    left, top, right, bottom = boxes.T
+def overlaps(objects: Map, box: Box) -> Map:
+    """Return the intersection over union of each object's box with a box; the objects are as in `Outputs.values`."""
+    left, top, right, bottom = objects[:, 2:6].T
     width = np.minimum(right, box.right) - np.maximum(left, box.left)
     height = np.minimum(bottom, box.bottom) - np.maximum(top, box.top)
     intersection = width.clip(0) * height.clip(0)

@@ -138,6 +138,7 @@ _KINDS: Mapping[type[Target], TargetKind] = {
         scoring.detections,
         resolve=fixing.detection,
         in_view=geometry.detection_in_view,
+        contrasted=attrgetter("against"),
         box=attrgetter("box"),
     ),
 }

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from camserve_server.core.devices import device_for, to_numpy
-from camserve_server.models.outputs import Outputs
+from camserve_server.models.outputs import OBJECT_COLUMNS, Outputs
 from camserve_server.targets.geometry import overlaps
 from camserve_server.targets.values import (
     ClassTarget,
@@ -135,25 +135,31 @@ def detection(outputs: Outputs, place: int, target: DetectionTarget) -> Tensor:
 
 
 def detections(outputs: Outputs, targets: Sequence[DetectionTarget]) -> Tensor:
-    """Return the score of each target's object; 0 if the model detects no such object."""
+    """Return the score of each target's object, or its difference from another class; 0 if no such object is found."""
     object_scores = []
     # The objects of all images are copied to the host in one step and compared there.
     for values, objects, target in zip(outputs.values, to_numpy(outputs.values), targets, strict=True):
-        overlap = overlaps(objects[:, 2:], cast("Box", target.box)) * (objects[:, 0] == target.index)
+        overlap = overlaps(objects, cast("Box", target.box)) * (objects[:, 0] == target.index)
         is_detected = len(overlap) and overlap.max() >= MIN_OVERLAP
-        object_scores.append(values[_best(overlap, target.rank), 1] if is_detected else values[:, 1].sum() * 0)
+        score = _object_score(values[_best(overlap, target.rank)], target) if is_detected else values[:, 1].sum() * 0
+        object_scores.append(score)
     return torch.stack(object_scores)
+
+
+def _object_score(found: Tensor, target: DetectionTarget) -> Tensor:
+    """Return an object's score, less its score in the class that the target is compared with."""
+    return found[1] if target.against is None else found[1] - found[OBJECT_COLUMNS + target.against]
 
 
 def similarity_of_best(objects: "Map", target: DetectionTarget) -> float:
     """Return the largest product of score and intersection over union with a target's object; 0 without any overlap.
 
     Args:
-        objects: the detected objects [n, 6]: class, score, left, top, right, bottom.
+        objects: the detected objects, as in `Outputs.values`.
         target: the target, with the box of its object.
     """
     same = objects[objects[:, 0] == target.index]
-    return float((same[:, 1] * overlaps(same[:, 2:], cast("Box", target.box))).max(initial=0))
+    return float((same[:, 1] * overlaps(same, cast("Box", target.box))).max(initial=0))
 
 
 def _best(overlap: "Map", rank: int | None) -> int:

@@ -5,18 +5,20 @@ import torch
 from torch import Tensor
 
 from camserve_server.core.arrays import Map
-from camserve_server.models.outputs import Outputs
+from camserve_server.models.outputs import OBJECT_COLUMNS, Outputs
 from camserve_server.models.values import ModelInfo
 
 BACKGROUND = ("background", "__background__")
 
 
 def summary(outputs: Outputs) -> list[Tensor]:
-    """Return the summary of each image: the values unchanged; or, for a segmentation, [classes, 3].
+    """Return the summary of each image: the values; for a segmentation [classes, 3], for a detector [n, 6].
 
     Those three are the share of the image that the class covers, and its mean probability and mean logit over that
-    part.
+    part. Those six describe an object, without its scores in other classes.
     """
+    if outputs.info.task == "detect":
+        return list(outputs.values.detach()[..., :OBJECT_COLUMNS])
     if outputs.info.task == "segment":
         return [covered(values) for values in outputs.values.detach()]
     return list(outputs.values.detach())
@@ -35,7 +37,7 @@ def order_of_areas(covered: Map, info: ModelInfo) -> list[int]:
 
 
 def objects_of(padded: Map) -> Map:
-    """Return the objects [n, 6] of an image without the rows of padding."""
+    """Return the objects of an image without the rows of padding."""
     return padded[padded[:, 0] >= 0]
 
 

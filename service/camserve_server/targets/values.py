@@ -125,7 +125,7 @@ class MaskTarget:
 
 @dataclass(frozen=True, slots=True)
 class DetectionTarget:
-    """Score of the object of one class that best matches a box.
+    """Score of the object of one class that best matches a box, or how far it is above its score in another class.
 
     Attributes:
         index: the class's index.
@@ -134,12 +134,14 @@ class DetectionTarget:
         found: True if the box is that of an object that was detected in the unchanged image.
         rank: the object's place among those of the unchanged image, by descending score; None if unknown. It tells
             objects of one class with the same box apart, as a detector without suppression of duplicates returns them.
+        against: the index of the other class, the object's score in which is subtracted; None for no other class.
     """
 
     index: int
     box: Box | None = None
     found: bool = False
     rank: int | None = None
+    against: int | None = None
 
 
 FixedTarget: TypeAlias = (

@@ -116,7 +116,7 @@ def inspect_response(request: InspectRequest, result: InspectResult) -> explain_
     return explain_pb2.InspectLayersResponse(
         model=request.model.name,
         target=explained_message(result.prediction, result.target, result.score),
-        contrast=contrast_message(result.prediction, result.target),
+        contrast=contrast_message(result.prediction, result.target, result.score),
         score=result.score,
         layers=[
             _reading(request.model.layers[name], reading, container=name in containers)
@@ -155,7 +155,7 @@ def features_response(request: FeaturesRequest, result: FeaturesResult) -> expla
         model=request.model.name,
         layer=request.layer,
         target=explained_message(result.prediction, result.target, result.score),
-        contrast=contrast_message(result.prediction, result.target),
+        contrast=contrast_message(result.prediction, result.target, result.score),
         score=result.score,
         channels=[
             explain_pb2.Channel(index=channel.index, mean_activation=channel.activation, gradient_weight=channel.weight)

@@ -39,9 +39,9 @@ def explained_message(prediction: ModelPrediction, target: FixedTarget, score: f
     return prediction_message(prediction.explained(target, score))
 
 
-def contrast_message(prediction: ModelPrediction, target: FixedTarget) -> explain_pb2.Prediction | None:
-    """Return the class that a contrast compares with, as protobuf; None for other targets."""
-    against = prediction.against(target)
+def contrast_message(prediction: ModelPrediction, target: FixedTarget, score: float) -> explain_pb2.Prediction | None:
+    """Return the class that a contrast with a score compares with, as protobuf; None for other targets."""
+    against = prediction.against(target, score)
     return prediction_message(against) if against else None
 
 
@@ -76,6 +76,8 @@ def _mask(_prediction: ModelPrediction, target: MaskTarget) -> explain_pb2.Targe
 
 
 def _detection(prediction: ModelPrediction, target: DetectionTarget) -> explain_pb2.Target:
+    if target.against is not None:
+        return explain_pb2.Target(contrast=explain_pb2.Contrast(why=_name(target.index), why_not=_name(target.against)))
     box = box_message(prediction.in_photo(target.box)) if target.box else None
     return explain_pb2.Target(detection=explain_pb2.Detection(class_name=_name(target.index), box=box))
 

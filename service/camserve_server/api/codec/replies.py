@@ -101,7 +101,7 @@ def _explanation(prediction: ModelPrediction, explanation: Explanation, *, raw: 
         method=explanation.call.name,
         layer=explanation.layer,
         target=explained_message(prediction, explanation.target, explanation.score),
-        contrast=contrast_message(prediction, explanation.target),
+        contrast=contrast_message(prediction, explanation.target, explanation.score),
         score=explanation.score,
         verdict=_VERDICTS[explanation.verdict],
         verdict_message="" if explanation.verdict is Verdict.OK else explanation.verdict.value,

@@ -15,9 +15,11 @@ from camserve_server.core.limits import Limits
 from camserve_server.imaging.values import Rendering
 from camserve_server.jobs import Job
 from camserve_server.methods import METHODS, Parameter
+from camserve_server.methods.kinds import Perturbation
 from camserve_server.methods.values import Fusion, MethodCall, ParameterValue
 from camserve_server.models.values import PYRAMID, KnownModel, LayerInfo, ModelInfo
 from camserve_server.serving.requests import ExplainRequest
+from camserve_server.targets.values import DetectionTarget, Target
 
 DEFAULT_METHOD = "gradcam"
 DEFAULT_PREDICTIONS = 5
@@ -78,12 +80,14 @@ def _read_options(request: explain_pb2.ExplainRequest, models: Mapping[str, Know
     model = with_texts(read_model(request.model, models, "model"), request.texts)
     fusion = _read_fusion(request.fusion)
     calls, layers = _read_calls(request.methods, model), _read_layers(request.layers, model)
+    targets = read_targets(request, model, limits)
+    _check_contrasts(calls, targets)
     pyramid = layers == model.pyramid and list(request.layers) in ([], [PYRAMID])
     job = Job(
         model=model,
         calls=calls,
         layers=layers,
-        targets=read_targets(request, model, limits),
+        targets=targets,
         fusion=fusion or ("sum" if pyramid else None),
         pyramid=pyramid,
         class_map=_read_class_map(model, requested=request.class_map),
@@ -148,6 +152,18 @@ def _read_call(message: explain_pb2.Method, model: ModelInfo, field: str) -> Met
             field=f"{field}.eigen_smoothing",
         )
     return MethodCall(message.name, values, message.augmentation_smoothing, message.eigen_smoothing)
+
+
+def _check_contrasts(calls: Sequence[MethodCall], targets: Sequence[Target]) -> None:
+    """Check that no method that compares detected objects gets a contrast."""
+    for index, call in enumerate(calls):
+        method = METHODS[call.name]
+        compares = isinstance(method, Perturbation) and method.matches
+        if compares and any(isinstance(target, DetectionTarget) and target.against is not None for target in targets):
+            raise FailedPrecondition(
+                f"{call.name} compares detected objects, each of which has one class: explain a contrast otherwise",
+                field=f"methods[{index}].name",
+            )
 
 
 def read_parameters(

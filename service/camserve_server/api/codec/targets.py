@@ -118,7 +118,17 @@ def _read_contrast(target: explain_pb2.Target, model: ModelInfo, field: str) -> 
     why_not = read_class(target.contrast.why_not, model, f"{field}.contrast.why_not")
     if why == why_not:
         raise InvalidArgument("a contrast needs two different classes", field=f"{field}.contrast.why_not")
-    return SegmentTarget(why, against=why_not) if model.task == "segment" else ContrastTarget(why, why_not)
+    if model.task == "segment":
+        return SegmentTarget(why, against=why_not)
+    if model.task != "detect":
+        return ContrastTarget(why, why_not)
+    if why_not >= model.object_classes:
+        raise FailedPrecondition(
+            f"{model.name} scores each object only in its own class: a contrast needs a detector that returns "
+            "class_scores",
+            field=f"{field}.contrast",
+        )
+    return DetectionTarget(why, against=why_not)
 
 
 def _read_finer(target: explain_pb2.Target, model: ModelInfo, field: str) -> Target:
@@ -187,7 +197,7 @@ class _Reader:
 _KINDS: Mapping[str, _Reader] = {
     "class_index": _Reader(_read_class_target, ("classify", "multilabel", "regress")),
     "label": _Reader(_read_class_target, ("classify", "multilabel", "regress")),
-    "contrast": _Reader(_read_contrast, ("classify", "multilabel", "regress", "segment")),
+    "contrast": _Reader(_read_contrast, ("classify", "multilabel", "regress", "segment", "detect")),
     "finer": _Reader(_read_finer, ("classify", "multilabel")),
     "similarity": _Reader(_read_similarity, ("classify", "multilabel", "regress", "embed")),
     "text": _Reader(_read_text, ("classify", "multilabel", "regress", "segment", "detect", "embed")),

@@ -49,14 +49,38 @@ class Head:
 
 
 def _objects(processor: Any) -> Convert:
-    """Return the conversion to boxes, labels and scores: transformers' own, without a threshold."""
+    """Return the conversion to boxes, labels and scores, which are transformers' own, and scores of all classes."""
     if not hasattr(processor, "post_process_object_detection"):
         raise ConfigError(f"its {type(processor).__name__} has no post_process_object_detection")
 
     def convert(output: Any, size: tuple[int, int]) -> Any:
-        return processor.post_process_object_detection(output, 0.0, [size] * len(output.logits))
+        images = processor.post_process_object_detection(output, 0.0, [size] * len(output.logits))
+        places = _queries(processor, output)
+        for objects, queries, logits in zip(images, places, output.logits, strict=True):
+            objects["class_scores"] = _class_probabilities(logits[queries], objects["labels"], objects["scores"])
+        return images
 
     return convert
+
+
+def _queries(processor: Any, output: Any) -> list[Tensor]:
+    """Return for each image the index of the query of each object that transformers finds.
+
+    Its post-processing sorts the queries but does not return their order. So it gets boxes that are the indices.
+    """
+    with torch.no_grad():
+        corners = torch.zeros_like(output.pred_boxes)
+        corners[..., 0] = torch.arange(corners.shape[1])
+        numbered = type(output)(logits=output.logits.float(), pred_boxes=corners.float())
+        images = processor.post_process_object_detection(numbered, 0.0, [(1, 1)] * len(corners))
+    return [objects["boxes"][:, 0].round().long() for objects in images]
+
+
+def _class_probabilities(logits: Tensor, labels: Tensor, scores: Tensor) -> Tensor:
+    """Return the probabilities of all classes [n,classes]: the sigmoid or the softmax, whichever gave the scores."""
+    apart, together = logits.sigmoid(), logits.softmax(-1)
+    errors = [(each.gather(1, labels[:, None])[:, 0] - scores).detach().abs().sum() for each in (apart, together)]
+    return torch.where(errors[0] <= errors[1], apart, together)
 
 
 def _class_scores(processor: Any) -> Convert:

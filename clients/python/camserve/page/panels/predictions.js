@@ -23,7 +23,7 @@ let showAll = false;
 /** Return what a click on a prediction does: "only", "add" or "contrast". */
 export const clickMode = () => (mode === "contrast" && !hasClasses() ? "only" : mode);
 
-const hasClasses = () => ["classify", "multilabel", "regress"].includes(mainTask());
+const hasClasses = () => mainTask() !== "embed";
 
 function draw() {
   const panel = byId("predictions");
