@@ -460,19 +460,19 @@ WRONG |= {
         {"model": "boxes", "targets": [contrast(1, 2)]},
         FailedPrecondition,
         "targets[0].contrast",
-        ["boxes scores each object only in its own class: a contrast needs a detector that returns class_scores"],
+        ["boxes does not score its objects in class 2: a contrast needs a detector that returns class_scores"],
     ),
     "a contrast with a class that is not scored": (
         {"model": "scored boxes", "targets": [contrast(1, 3)]},
         FailedPrecondition,
         "targets[0].contrast",
-        ["scored boxes scores each object only in its own class"],
+        ["scored boxes does not score its objects in class 3"],
     ),
     "drise of a contrast": (
         {"model": "scored boxes", "methods": [method("gradcam"), method("drise")], "targets": [contrast(1, 2)]},
         FailedPrecondition,
         "methods[1].name",
-        ["drise compares detected objects, each of which has one class"],
+        ["drise compares detected objects, which have one class each: use another method for contrasts"],
     ),
     "drise of a classifier": (
         {"methods": [method("gradcam"), method("drise")]},

@@ -716,6 +716,11 @@ def test_boxes_and_masks_are_explained_by_a_click(opened, tmp_path):
         page.mouse.click(box["x"] + box["width"] / 4, box["y"] + box["height"] / 4)  # the middle of the red square
         page.get_by_role("heading", name="red").wait_for()
 
+        explained(page)
+        page.get_by_role("button", name="Contrast", exact=True).click()
+        page.locator(".prediction", has_text="green").click()
+        page.get_by_role("heading", name="red, not green").wait_for()
+
 
 def test_part_in_a_mask_is_explained(opened, tmp_path):
     photo, mask = tmp_path / "squares.png", tmp_path / "mask.png"

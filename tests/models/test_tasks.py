@@ -536,6 +536,16 @@ def test_detector_without_detections_in_noise_is_refused(plant):
         plant(Blind, size=64)
 
 
+@pytest.mark.parametrize("shape", [(3,), (1, 2, 3)])
+def test_scores_of_all_classes_in_another_shape_are_refused_with_theirs(plant, shape):
+    class Confused(Finder):
+        def forward(self, images):
+            return [{**objects, "class_scores": torch.zeros(shape)} for objects in super().forward(images)]
+
+    with pytest.raises(ConfigError, match=r"its class_scores are \[.*3\] and not \[objects, classes\]"):
+        plant(Confused, size=64)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -26,8 +26,10 @@ from support import PHOTOS, serving
 hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
 
 from docs.generate import small_transformers  # noqa: E402
+from transformers.models.detr.modeling_detr import DetrObjectDetectionOutput  # noqa: E402
 
 from camserve_server.engine import Engine, normalise  # noqa: E402 -- after the check for transformers
+from camserve_server.models.huggingface import heads  # noqa: E402
 
 SIMILAR = ("table_transformer", "dab_detr", "lw_detr")
 """Families of the same code as others here. The script of the table of architectures explains them."""
@@ -277,6 +279,26 @@ def test_size_option_scales_the_shorter_and_the_longer_side(folders):
     info = models.load(parse(f"hf:{folders['detr']}?size=48")).info
     assert info.preprocess.size == (48, 80)
     assert replace(info.preprocess.resize, shortest=96, longest=160) == models.KeepAspect(96, 160)
+
+
+PROCESSORS = ("Detr", "ConditionalDetr", "DeformableDetr", "RTDetr", "RfDetr", "Yolos")
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_scores_of_all_classes_belong_to_the_same_object_in_any_precision(name, precision):
+    """Half precision rounds numbers above 256, and gives many queries the same score."""
+    generator, queries = torch.Generator().manual_seed(0), 300
+    output = DetrObjectDetectionOutput(
+        logits=torch.randn(2, queries, 7, generator=generator).to(precision),
+        pred_boxes=torch.rand(2, queries, 4, generator=generator).to(precision),
+    )
+    objects = heads.HEADS[1].convert(getattr(hf, f"{name}ImageProcessor")())(output, (480, 640))
+
+    for image in objects:
+        own = image["class_scores"].gather(1, image["labels"][:, None])[:, 0]
+        assert len(own) >= 100
+        assert torch.equal(own, image["scores"])
 
 
 def probabilities_of_a_query(output, name):

@@ -90,7 +90,7 @@ def contrast(why: ClassLike, why_not: ClassLike) -> Contrast:
     """Explain why the model predicts one class rather than another: the difference of their logits.
 
     In a segmentation it is the mean difference over the pixels for which the model predicts the first class.
-    In a detection it is the difference of the scores that an object has in both classes.
+    For a detector it is the difference of the scores that the first class's most certain object has in both classes.
 
     >>> contrast("tabby", "tiger cat")
     Contrast(why='tabby', why_not='tiger cat')

@@ -57,7 +57,7 @@ def _main_tensor(output: Any) -> Tensor | None:
 
 
 def _objects(detection: Mapping[str, Tensor]) -> Tensor:
-    """Return one image's objects by descending score, as `outputs.Outputs.values` has them."""
+    """Return one image's objects by descending score, in the form of `outputs.Outputs.values`."""
     scores = detection["scores"].float()
     parts = [detection["labels"][:, None], scores[:, None], detection["boxes"]]
     if "class_scores" in detection:
@@ -168,6 +168,9 @@ def _checked_values(output: Any, task: Task) -> Tensor:
             raise ConfigError(f"it is not a detector: it returns {_description(output)}, not boxes, labels and scores")
         if not len(output[0]["scores"]):
             raise ConfigError("it finds no object in an image of noise, at any score, so its layers cannot be probed")
+        others = output[0].get("class_scores")
+        if others is not None and (others.dim() != 2 or len(others) != len(output[0]["scores"])):  # noqa: PLR2004
+            raise ConfigError(f"its class_scores are {list(others.shape)} and not [objects, classes]")
     elif task == "segment":
         if _dims(output) != 4:  # noqa: PLR2004 -- [batch, classes, height, width]
             raise ConfigError(

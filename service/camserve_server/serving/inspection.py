@@ -197,8 +197,8 @@ def _titles(request: FeaturesRequest, run: _ImageRun, shown: int) -> tuple[str, 
     """Return the two lines above the picture: the model and layer, and the number and rank of the channels."""
     count, height, width = run.result.features[0].shape
     prediction, result = run.prediction, run.result
-    explained_by = (result.target, result.score)
-    target, contrast = prediction.explained(*explained_by), prediction.against(*explained_by)
+    target = prediction.explained(result.target, result.score)
+    contrast = prediction.against(result.target, result.score)
     names = [each.label or f"class {each.class_index}" for each in (target, contrast) if each]
     value, explained = "mean activation", ""
     if request.rank == "gradient":

@@ -699,9 +699,9 @@ Global___Detection: _TypeAlias = Detection  # noqa: Y015
 @_typing.final
 class Contrast(_message.Message):
     """The logit of one class minus the logit of another: why this class and not that one. The classes must differ. In a
-    segmentation it is the mean difference over the pixels for which the model predicts the class to explain. In a
-    detection it is the difference of the scores that one object has in both classes, the class's object with the highest
-    score; a detector that returns one class of each object has no such scores, and the request fails.
+    segmentation it is the mean difference over the pixels for which the model predicts the class to explain. For a
+    detector it is the difference of the scores in both classes of one object: the object of the class to explain that has
+    the highest score. FAILED_PRECONDITION if the detector scores each object in a single class.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -19,7 +19,8 @@ from camserve_server.methods.kinds import Perturbation
 from camserve_server.methods.values import Fusion, MethodCall, ParameterValue
 from camserve_server.models.values import PYRAMID, KnownModel, LayerInfo, ModelInfo
 from camserve_server.serving.requests import ExplainRequest
-from camserve_server.targets.values import DetectionTarget, Target
+from camserve_server.targets import kind_of
+from camserve_server.targets.values import Target
 
 DEFAULT_METHOD = "gradcam"
 DEFAULT_PREDICTIONS = 5
@@ -159,9 +160,9 @@ def _check_contrasts(calls: Sequence[MethodCall], targets: Sequence[Target]) -> 
     for index, call in enumerate(calls):
         method = METHODS[call.name]
         compares = isinstance(method, Perturbation) and method.matches
-        if compares and any(isinstance(target, DetectionTarget) and target.against is not None for target in targets):
+        if compares and any(kind_of(target).contrasted(target) is not None for target in targets):
             raise FailedPrecondition(
-                f"{call.name} compares detected objects, each of which has one class: explain a contrast otherwise",
+                f"{call.name} compares detected objects, which have one class each: use another method for contrasts",
                 field=f"methods[{index}].name",
             )
 

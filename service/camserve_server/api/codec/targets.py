@@ -124,7 +124,7 @@ def _read_contrast(target: explain_pb2.Target, model: ModelInfo, field: str) -> 
         return ContrastTarget(why, why_not)
     if why_not >= model.object_classes:
         raise FailedPrecondition(
-            f"{model.name} scores each object only in its own class: a contrast needs a detector that returns "
+            f"{model.name} does not score its objects in class {why_not}: a contrast needs a detector that returns "
             "class_scores",
             field=f"{field}.contrast",
         )

@@ -55,9 +55,10 @@ def _objects(processor: Any) -> Convert:
 
     def convert(output: Any, size: tuple[int, int]) -> Any:
         images = processor.post_process_object_detection(output, 0.0, [size] * len(output.logits))
-        places = _queries(processor, output)
-        for objects, queries, logits in zip(images, places, output.logits, strict=True):
-            objects["class_scores"] = _class_probabilities(logits[queries], objects["labels"], objects["scores"])
+        # Of the whole output, as transformers computes them: those of chosen queries would be rounded otherwise.
+        probabilities = output.logits.sigmoid(), output.logits.softmax(-1)
+        for index, (objects, queries) in enumerate(zip(images, _queries(processor, output), strict=True)):
+            objects["class_scores"] = _behind_scores(objects, *(each[index, queries] for each in probabilities))
         return images
 
     return convert
@@ -66,20 +67,21 @@ def _objects(processor: Any) -> Convert:
 def _queries(processor: Any, output: Any) -> list[Tensor]:
     """Return for each image the index of the query of each object that transformers finds.
 
-    Its post-processing sorts the queries but does not return their order. So it gets boxes that are the indices.
+    Its post-processing sorts the queries, but does not return their order. So it is run with boxes of no size, at the
+    index of their query.
     """
     with torch.no_grad():
-        corners = torch.zeros_like(output.pred_boxes)
-        corners[..., 0] = torch.arange(corners.shape[1])
-        numbered = type(output)(logits=output.logits.float(), pred_boxes=corners.float())
-        images = processor.post_process_object_detection(numbered, 0.0, [(1, 1)] * len(corners))
+        boxes = torch.zeros_like(output.pred_boxes, dtype=torch.float32)  # half precision would round the indices
+        boxes[..., 0] = torch.arange(boxes.shape[1], device=boxes.device)
+        numbered = type(output)(logits=output.logits, pred_boxes=boxes)
+        images = processor.post_process_object_detection(numbered, 0.0, [(1, 1)] * len(boxes))
     return [objects["boxes"][:, 0].round().long() for objects in images]
 
 
-def _class_probabilities(logits: Tensor, labels: Tensor, scores: Tensor) -> Tensor:
-    """Return the probabilities of all classes [n,classes]: the sigmoid or the softmax, whichever gave the scores."""
-    apart, together = logits.sigmoid(), logits.softmax(-1)
-    errors = [(each.gather(1, labels[:, None])[:, 0] - scores).detach().abs().sum() for each in (apart, together)]
+def _behind_scores(objects: Mapping[str, Tensor], apart: Tensor, together: Tensor) -> Tensor:
+    """Return the one of two tensors of probabilities [n,classes] from which the scores of the objects were taken."""
+    labels, scores = objects["labels"][:, None], objects["scores"].detach()
+    errors = [(each.detach().gather(1, labels)[:, 0] - scores).abs().sum() for each in (apart, together)]
     return torch.where(errors[0] <= errors[1], apart, together)
 
 
