@@ -41,6 +41,9 @@ _EventQueue: TypeAlias = "queue.SimpleQueue[tuple[_Stream, explain_pb2.ExplainSt
 OPENS_CHANNEL_AT_ONCE: Final[bool] = True
 """Threads share a client. A channel that the constructor opens needs no lock."""
 
+_SIGNAL_INTERVAL: Final = 0.2
+"""Seconds after which a wait for a response looks for Ctrl-C, which does not end a wait that begins just after it."""
+
 sleep = time.sleep
 
 
@@ -139,10 +142,15 @@ class Streams:
         Raises:
             Exception: The caller's own channel raised it, and it is not an error of gRPC.
         """
-        try:
-            stream, event = self._events.get(timeout=seconds)
-        except queue.Empty:
-            return None
+        deadline = time.monotonic() + seconds
+        while True:
+            wait = deadline - time.monotonic()
+            try:
+                stream, event = self._events.get(timeout=min(max(wait, 0.0), _SIGNAL_INTERVAL))
+                break
+            except queue.Empty:
+                if wait <= _SIGNAL_INTERVAL:
+                    return None
         if isinstance(event, CamserveError):
             return self._handle_end(stream, event)
         if isinstance(event, Exception):

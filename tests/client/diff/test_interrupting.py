@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 COUNT, HELD = 16, 5  # photos; the server answers this number at first
 # A shell that starts a program in the background makes it ignore Ctrl-C, and its children do too.
 PROGRAM = (
-    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from camserve.cli import main; main()"
+    "import faulthandler, signal; faulthandler.register(signal.SIGUSR1, all_threads=True);"
+    "signal.signal(signal.SIGINT, signal.default_int_handler); from camserve.cli import main; main()"
 )
 
 
@@ -56,7 +58,10 @@ def ended(process: subprocess.Popen[str]) -> int:
 
 
 def interrupt(process: subprocess.Popen[str], photos: Path, number: int) -> tuple[str, str]:
-    """Send a signal when the first photos are recorded; return what the process printed."""
+    """Send a signal when the first photos are recorded; return what the process printed.
+
+    A process that does not end is killed, and it is reported where it waited.
+    """
 
     def recorded() -> bool:
         assert process.poll() is None, process.communicate()
@@ -64,7 +69,13 @@ def interrupt(process: subprocess.Popen[str], photos: Path, number: int) -> tupl
 
     wait_until(recorded)
     process.send_signal(number)
-    return process.communicate()
+    try:
+        return process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(1)  # it prints its stacks
+        process.kill()
+        pytest.fail("it goes on after the signal\n" + "".join(process.communicate()))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
