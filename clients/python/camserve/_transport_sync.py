@@ -142,15 +142,10 @@ class Streams:
         Raises:
             Exception: The caller's own channel raised it, and it is not an error of gRPC.
         """
-        deadline = time.monotonic() + seconds
-        while True:
-            wait = deadline - time.monotonic()
-            try:
-                stream, event = self._events.get(timeout=min(max(wait, 0.0), _SIGNAL_INTERVAL))
-                break
-            except queue.Empty:
-                if wait <= _SIGNAL_INTERVAL:
-                    return None
+        received = self._wait(seconds)
+        if received is None:
+            return None
+        stream, event = received
         if isinstance(event, CamserveError):
             return self._handle_end(stream, event)
         if isinstance(event, Exception):
@@ -158,6 +153,16 @@ class Streams:
         if _stream.is_final(event) and event.request_id in stream.unanswered:
             self._handle_answer(stream, event.request_id)
         return event
+
+    def _wait(self, seconds: float) -> tuple[_Stream, explain_pb2.ExplainStreamResponse | Exception] | None:
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self._events.get(timeout=min(max(left, 0.0), _SIGNAL_INTERVAL))
+            except queue.Empty:
+                if left <= _SIGNAL_INTERVAL:
+                    return None
 
     def finish(self) -> None:
         """End the streams without cancelling them, so that the server does not record cancelled calls."""
