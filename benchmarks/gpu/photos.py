@@ -18,6 +18,7 @@ from camserve_server.core.arrays import Map, Pixels
 from camserve_server.core.limits import Limits
 from camserve_server.engine.inputs import upload
 from camserve_server.imaging import images, render, scales
+from camserve_server.imaging.channels import picture
 from camserve_server.imaging.values import Preprocess, Rendering
 
 COUNT = 32
@@ -65,7 +66,7 @@ def _steps(scale: Scale) -> Mapping[str, Mapping[str, Run]]:
     steps: dict[str, dict[str, Run]] = {
         "decode": {"cpu": lambda: [images.decode(one, Limits()) for one in files]},
         "fit to the model's input": {"cpu": lambda: [images.fit(one, wanted) for one in decoded]},
-        "draw and encode": {"cpu": partial(_drawn, decoded, heat, wanted)},
+        "draw and encode": {"cpu": partial(_drawn, [picture(one) for one in decoded], heat, wanted)},
         "upload, as float32 from pageable memory": {"cpu": partial(_pageable, small, scale)},
         "upload, as the engine does": {"cpu": lambda: upload(small, torch.device(scale.device))},
     }

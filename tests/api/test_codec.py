@@ -768,7 +768,12 @@ NUMBERS = {
     "rendering.regions.quantile": (0, 1, lambda v: rendering(regions={"quantile": v})),
     "rendering.regions.mass": (0, 1, lambda v: rendering(regions={"mass": v})),
     "rendering.regions.max_regions": (1, 64, lambda v: rendering(regions={"max_regions": v})),
+    "rendering.bands": (0, 511, lambda v: rendering(bands=[v])),
+    "rendering.window.centre": (-LARGEST, LARGEST, lambda v: rendering(window={"centre": v, "width": 1})),
+    "rendering.window.width": (SMALLEST, LARGEST, lambda v: rendering(window={"centre": 0, "width": v})),
     "fusion": (0, 4, lambda v: {"fusion": v}),
+    "value_range.minimum": (-LARGEST, 1.5, lambda v: {"value_range": {"minimum": v, "maximum": 2}}),
+    "value_range.maximum": (2, LARGEST, lambda v: {"value_range": {"minimum": 1.5, "maximum": v}}),
 }
 ZERO_IS_ABSENT = {"rendering.max_side", "rendering.quality"}
 SAME_CLASS = {
@@ -839,7 +844,9 @@ def finding(heatmap=None, verdict=Verdict.OK, target=ClassTarget(1), **rest):  #
     return Explanation(call, rest.get("layer", ""), target, rest.get("score", 1.5), heatmap, verdict)
 
 
-RECEIPT = Receipt("timm:resnet50", "default", "d1", "float32", "cpu", "d2", "d3", {"torch": "2.11"}, ("a cat",))
+RECEIPT = Receipt(
+    "timm:resnet50", "default", "d1", "float32", "cpu", "d2", "d3", {"torch": "2.11"}, ("a cat",), (0.0, 4095.0)
+)
 
 
 def reply(logits=(0.0, 1.0, 2.0, 3.0), predictions=4, answers=(), net=NET, *, heatmap=True):
@@ -1067,7 +1074,9 @@ def test_explained_text_has_the_text_as_its_label_and_can_be_sent_again():
 def test_response_has_the_complete_receipt():
     sent = reply().receipt
 
-    assert {name: getattr(sent, name) for name in asdict(RECEIPT)} == asdict(RECEIPT) | {"texts": ["a cat"]}
+    values = explain_pb2.ValueRange(minimum=0, maximum=4095)
+    expected = asdict(RECEIPT) | {"texts": ["a cat"], "value_range": values}
+    assert {name: getattr(sent, name) for name in asdict(RECEIPT)} == expected
     assert {field.name for field in sent.DESCRIPTOR.fields} == set(asdict(RECEIPT))
 
 

@@ -453,7 +453,7 @@ def test_error_names_the_index_of_the_invalid_image(line):
     with pytest.raises(grpc.RpcError) as caught:
         call(line, "ModelInfer", message(image=[PHOTO, b"no image", PHOTO], shape=(3,)))
 
-    assert caught.value.details() == "image 2 of 3: not a JPEG, PNG, WebP or BMP file"
+    assert caught.value.details() == "image 2 of 3: not a JPEG, PNG, WebP, BMP, TIFF or NPY file"
     assert field_of(caught.value) == "inputs[0]"
 
 

@@ -331,10 +331,9 @@ def test_pil_image_is_rotated_by_its_exif_orientation() -> None:
         (3, "not int"),
         (None, "not NoneType"),
         (np.zeros((2, 2, 3)), "not float64"),
-        (np.zeros((2, 2), np.uint8), r"not uint8 \(2, 2\)"),
-        (np.zeros((2, 2, 4), np.uint8), "RGB"),
-        (np.zeros((0, 2, 3), np.uint8), "RGB"),
-        (Image.new("F", (2, 2)), "mode F"),
+        (np.zeros((2, 2), np.int16), r"not int16 \(2, 2\)"),
+        (np.zeros((1, 2, 2, 3), np.uint8), r"\[H, W, channels\], not uint8 \(1, 2, 2, 3\)"),
+        (np.zeros((0, 2, 3), np.uint8), r"not uint8 \(0, 2, 3\)"),
     ],
 )
 def test_value_that_is_not_an_image_is_refused(image: Any, words: str) -> None:
@@ -342,6 +341,28 @@ def test_value_that_is_not_an_image_is_refused(image: Any, words: str) -> None:
         _codec.image_bytes(image)
 
     assert list(caught.value.fields) == ["image"]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.uint8).reshape(2, 3),
+        np.arange(24, dtype=np.uint16).reshape(2, 3, 4) * 2000,
+        np.asfortranarray(np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3, 1)),
+    ],
+    ids=lambda array: f"{array.dtype} {array.shape}",
+)
+def test_array_of_any_channels_is_sent_as_an_npy_file(array: Any) -> None:
+    sent = np.load(io.BytesIO(_codec.image_bytes(array)), allow_pickle=False)
+
+    assert sent.dtype == array.dtype
+    assert np.array_equal(sent, array)
+
+
+def test_pil_image_of_floats_is_sent_as_an_npy_file() -> None:
+    sent = np.load(io.BytesIO(_codec.image_bytes(Image.new("F", (3, 2), 0.3))), allow_pickle=False)
+
+    assert np.array_equal(sent, np.full((2, 3), 0.3, np.float32))
 
 
 def explanation(**fields: Any) -> camserve.Explanation:

@@ -188,9 +188,9 @@ def test_only_photos_leave_the_machine(run: Any, photos: Any, tmp_path: Any, sen
     assert done.exit_code == (0 if job else 1)
     if job:
         errors = {row["error_message"] for row in pq.read_table(tmp_path / "out" / "results").to_pylist()}
-        assert errors == {None, "image: not a JPEG, PNG, WebP or BMP file, so it was not sent"}
+        assert errors == {None, "image: not a JPEG, PNG, WebP, BMP, TIFF or NPY file, so it was not sent"}
     else:
-        assert done.stderr.count("not a JPEG, PNG, WebP or BMP file") == 2
+        assert done.stderr.count("not a JPEG, PNG, WebP, BMP, TIFF or NPY file") == 2
 
 
 @pytest.mark.parametrize("head", KINDS)
@@ -204,7 +204,7 @@ async def test_named_file_that_is_not_a_photo_is_not_sent(client: Any, server: A
     (tmp_path / "key").write_bytes(SECRET)
 
     for targets in ([], [camserve.similarity(tmp_path / "key")]):
-        with pytest.raises(camserve.InvalidArgument, match="not a JPEG, PNG, WebP or BMP file"):
+        with pytest.raises(camserve.InvalidArgument, match="not a JPEG, PNG, WebP, BMP, TIFF or NPY file"):
             await client.explain(b"\x01" if targets else tmp_path / "key", targets=targets)
     assert server.calls == []
 

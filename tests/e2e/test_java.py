@@ -60,7 +60,7 @@ def test_java_client_gets_the_python_clients_overlay_and_reports_errors(address,
         for photo, name in (("a/cat.jpg", "cat"), ("b/cat.jpg", "cat-2"))
     ]
     assert result.stderr.splitlines() == [
-        "broken.jpg: not a JPEG, PNG, WebP or BMP file",
+        "broken.jpg: not a JPEG, PNG, WebP, BMP, TIFF or NPY file",
         "nothing.jpg: no such file",
     ]
     for name in ("cat", "cat-2"):

@@ -129,7 +129,7 @@ BOMB = file_of(Image.new("1", (16_000, 16_000)))
         ),
         (BOMB, "16,000 x 16,000 pixels: .* accepted"),
         (JPEG.getvalue(), "a mask must be a PNG file, and this one is a JPEG"),
-        (b"GIF89a", "not a JPEG, PNG, WebP or BMP file: it starts like a GIF"),
+        (b"GIF89a", "not a JPEG, PNG, WebP, BMP, TIFF or NPY file: it starts like a GIF"),
         (COLOURED, "a mask must be a grey PNG of at most 8 bits per pixel: it has RGB pixels of 8 bits"),
         (PALETTE, "it has palette pixels of 8 bits"),
         (DEEP, "it has grey pixels of 16 bits"),

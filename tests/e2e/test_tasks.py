@@ -211,7 +211,12 @@ def test_class_map_of_a_classifier_is_refused(client, photo):
             "outside of what the model sees",
         ),
         ("finder", camserve.detection("background"), camserve.FailedPrecondition, 'but "red", "green"'),
-        ("resnet", camserve.similarity(b"no photo"), camserve.InvalidArgument, "not a JPEG, PNG, WebP or BMP file"),
+        (
+            "resnet",
+            camserve.similarity(b"no photo"),
+            camserve.InvalidArgument,
+            "not a JPEG, PNG, WebP, BMP, TIFF or NPY file",
+        ),
     ],
 )
 def test_target_that_does_not_fit_model_or_photo_is_refused(client, photo, model, target, error, message):

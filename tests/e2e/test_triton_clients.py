@@ -125,7 +125,7 @@ def test_errors_have_the_status_of_our_own_api(responses):
 
     assert errors["model"][0] == "StatusCode.NOT_FOUND"
     assert errors["version"] == ["StatusCode.NOT_FOUND", 'tiny has the version 1, and not "7"']
-    assert errors["image"] == ["StatusCode.INVALID_ARGUMENT", "not a JPEG, PNG, WebP or BMP file"]
+    assert errors["image"] == ["StatusCode.INVALID_ARGUMENT", "not a JPEG, PNG, WebP, BMP, TIFF or NPY file"]
     assert 'there is no parameter "methd" (did you mean "method"?)' in errors["parameter"][1]
     assert 'there is no parameter "sequence_' in errors["sequence"][1]
     assert '(did you mean "owl"?)' in errors["label"][1]

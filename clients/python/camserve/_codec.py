@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from camserve._targets import TargetLike
     from camserve._values import RegionsLike
 
-ImageLike: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | Image.Image | NDArray[np.uint8]"
+ImageLike: TypeAlias = (
+    "str | os.PathLike[str] | bytes | bytearray | memoryview | Image.Image | "
+    "NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.float32]"
+)
 MethodLike: TypeAlias = "str | Method | tuple[str, Mapping[str, float | str]]"
 
 FORMAT_NAMES = {number: name for name, number in _rendering.FORMATS.items() if name}
@@ -47,6 +50,7 @@ _MAX_CLASS_INDEX = (1 << 31) - 1
 _MAX_PHOTO_SIDE = 1 << 20  # pixels
 _LAYER_SEPARATOR = " + "  # joins the names of fused layers
 _MAX_PREDICTIONS = 1000
+_RGB = 3  # channels
 
 
 class ExplainOptions(TypedDict, total=False):
@@ -109,6 +113,12 @@ class ExplainOptions(TypedDict, total=False):
         texts: Texts that are the classes of this request, up to 1000, for models that compare images
             with texts, such as CLIP: ``result.predictions`` are then these texts, and targets may name
             them as labels. Default: the labels of the model.
+        value_range: Values of the photo that the model takes as 0 and 1, such as ``(0, 4095)`` for 12
+            bits in a file of 16. Default: those of the values' type: 0 and 255, 0 and 65,535, or 0 and 1.
+        bands: Channels of the photo to show under the map, one as grey or three as red, green and blue.
+            Default: the first three, or the first if there are fewer.
+        window: Centre and width of the values of the photo to show, from black to white. Default: all
+            values of 8 bits, otherwise from the smallest to the largest value.
     """
 
     model: str | None
@@ -137,6 +147,9 @@ class ExplainOptions(TypedDict, total=False):
     regions: RegionsLike
     class_map: bool
     texts: Sequence[str]
+    value_range: tuple[float, float] | None
+    bands: Sequence[int]
+    window: tuple[float, float] | None
 
 
 class ImageWithOptions(ExplainOptions):
@@ -183,6 +196,9 @@ class ExplainRequestBuilder:
     regions: RegionsLike = False
     class_map: bool = False
     texts: Sequence[str] = ()
+    value_range: tuple[float, float] | None = None
+    bands: Sequence[int] = ()
+    window: tuple[float, float] | None = None
 
     def request(self) -> explain_pb2.ExplainRequest:
         """Return the request without its image.
@@ -212,7 +228,22 @@ class ExplainRequestBuilder:
             fusion=look_up(_FUSIONS, self.fusion, "fusion"),
             class_map=self.class_map,
             texts=texts_of(self.texts),
+            value_range=range_of(self.value_range),
         )
+
+
+def range_of(values: tuple[float, float] | None) -> explain_pb2.ValueRange | None:
+    """Return a range of values as a message.
+
+    Raises:
+        InvalidArgument: It is not two numbers, the smaller one first.
+    """
+    if values is None:
+        return None
+    low, high = values
+    if not low < high:
+        raise invalid("value_range", f"{low} is not below {high}")
+    return explain_pb2.ValueRange(minimum=low, maximum=high)
 
 
 def texts_of(texts: object) -> list[str]:
@@ -248,7 +279,7 @@ def with_image(template: explain_pb2.ExplainRequest, image: object) -> explain_p
 
 
 def image_bytes(image: object) -> bytes:
-    """Return an image as the bytes of a file: files and bytes unchanged, pixels encoded as PNG.
+    """Return an image as the bytes of a file: files and bytes unchanged, pixels encoded as PNG or NPY.
 
     Raises:
         InvalidArgument: The image cannot be read, or is not an image.
@@ -263,7 +294,7 @@ def _read_image(image: object) -> bytes:
     for types, read in _IMAGE_READERS:
         if isinstance(image, types):
             return read(image)
-    expected = "a path, bytes, a PIL image or a uint8 [H, W, 3] array"
+    expected = "a path, bytes, a PIL image or an array [H, W] or [H, W, channels]"
     raise invalid("image", f"it must be {expected}, not {type(image).__name__}")
 
 
@@ -411,14 +442,15 @@ def _decode_receipt(
 ) -> Receipt | None:
     if not response.HasField("receipt"):
         return None
-    receipt = response.receipt
-    lists = ("versions", "texts")
-    names = [descriptor.name for descriptor in receipt.DESCRIPTOR.fields if descriptor.name not in lists]
+    receipt, values = response.receipt, response.receipt.value_range
+    converted = ("versions", "texts", "value_range")
+    names = [descriptor.name for descriptor in receipt.DESCRIPTOR.fields if descriptor.name not in converted]
     return Receipt(
         **{name: getattr(receipt, name) for name in names},
         model=response.model,
         versions=dict(receipt.versions),
         texts=tuple(receipt.texts),
+        value_range=(values.minimum, values.maximum) if values.minimum < values.maximum else None,
         method=message.method,
         parameters={name: value(parameter) for name, parameter in message.parameters.items()},
         augmentation_smoothing=message.augmentation_smoothing,
@@ -507,6 +539,7 @@ def model(message: models_pb2.Model, labels: Iterable[str] = ()) -> Model:
     """Decode the description of a model."""
     names = [field.name for field in fields(Model) if field.name not in {"labels", "state", "pyramid"}]
     values = {name: getattr(message, name) for name in names}
+    values["input_channels"] = message.input_channels or _RGB  # an older server has models of RGB alone
     pyramid, state = tuple(message.pyramid), _decode_model_state(message.state)
     return Model(labels=tuple(labels), state=state, pyramid=pyramid, **values)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from camserve._result import Explanation
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp"})
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 
 # In bytes, as file systems count. The names of temporary files and of ".receipt.json" are up to 20 bytes longer.
 _MAX_NAME_BYTES = 235

@@ -40,12 +40,14 @@ class InspectOptions(TypedDict, total=False):
             ``contrast(a, b)``. Default: the class that the model predicts.
         layers: One layer or several, by name. Default: every module that runs.
         texts: Texts that are the classes of this request: see ``ExplainOptions``.
+        value_range: Values of the photo that the model takes as 0 and 1: see ``ExplainOptions``.
     """
 
     model: str | None
     target: _targets.TargetLike | None
     layers: str | Sequence[str] | None
     texts: Sequence[str]
+    value_range: tuple[float, float] | None
 
 
 class FeaturesOptions(TypedDict, total=False):
@@ -63,6 +65,7 @@ class FeaturesOptions(TypedDict, total=False):
             for no picture. Default: "png".
         colormap: Name of the tiles' colour map. Default: "viridis".
         texts: Texts that are the classes of this request: see ``ExplainOptions``.
+        value_range: Values of the photo that the model takes as 0 and 1: see ``ExplainOptions``.
     """
 
     layer: str | None
@@ -74,6 +77,7 @@ class FeaturesOptions(TypedDict, total=False):
     picture: str | None
     colormap: str
     texts: Sequence[str]
+    value_range: tuple[float, float] | None
 
 
 def inspection_request(image: object, options: InspectOptions) -> explain_pb2.InspectLayersRequest:
@@ -90,6 +94,7 @@ def inspection_request(image: object, options: InspectOptions) -> explain_pb2.In
             target=_encode_target(options.get("target")),
             layers=[layers] if isinstance(layers, str) else layers,
             texts=_codec.texts_of(options.get("texts", ())),
+            value_range=_codec.range_of(options.get("value_range")),
         )
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"an option has the wrong type: {error}") from error
@@ -116,6 +121,7 @@ def features_request(image: object, options: FeaturesOptions) -> explain_pb2.Ext
             picture=look_up(FORMATS, options.get("picture", "png"), "picture"),
             colormap=options.get("colormap", ""),
             texts=_codec.texts_of(options.get("texts", ())),
+            value_range=_codec.range_of(options.get("value_range")),
         )
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"an option has the wrong type: {error}") from error

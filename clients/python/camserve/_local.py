@@ -28,11 +28,13 @@ if TYPE_CHECKING:
             ...
 
 
-NOT_A_PHOTO = "not a JPEG, PNG, WebP or BMP file"
+NOT_A_PHOTO = "not a JPEG, PNG, WebP, BMP, TIFF or NPY file"
 
 # The formats that a server accepts. For a BMP, the size of its header is checked too: a text may also begin with "BM".
 _PHOTO_START = re.compile(
-    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF.{4}WEBP|BM.{12}[\x0c\x10\x28\x34\x38\x40\x6c\x7c]\0\0\0", re.DOTALL
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF.{4}WEBP|BM.{12}[\x0c\x10\x28\x34\x38\x40\x6c\x7c]\0\0\0"
+    rb"|II\*\0|MM\0\*|\x93NUMPY",
+    re.DOTALL,
 )
 _HEAD_BYTES = 18  # the longest start that identifies a format
 _MAX_PHOTO_BYTES = 1 << 30

@@ -22,6 +22,7 @@ _DECODED_FORMATS = ("JPEG", "PNG", "WEBP")
 _MASK_MODES = frozenset({"1", "L"})
 _RGB = 3
 _GREY = 2  # axes of an array
+_TYPES = ("uint8", "uint16", "float32")
 _JPEG_QUALITY = 95
 
 
@@ -112,19 +113,27 @@ def encode(image: Image.Image, encoding: str, quality: int = _JPEG_QUALITY) -> b
 
 
 def from_pil(image: Image.Image) -> bytes:
-    """Encode a PIL image as PNG, after applying its EXIF orientation."""
+    """Encode a PIL image as PNG, or as NPY if its values are floats, after applying its EXIF orientation."""
     upright = ImageOps.exif_transpose(image)
     if upright.mode == "F":
-        raise _invalid("a PIL image of mode F has no defined range; convert it to RGB first")
+        return from_array(np.asarray(upright))
     return encode(upright if upright.mode in _PNG_MODES else upright.convert("RGB"), "png")
 
 
 def from_array(array: NDArray[Any]) -> bytes:
-    """Encode a uint8 [H, W, 3] array in RGB order as PNG."""
-    has_shape = array.ndim == _RGB and array.shape[2] == _RGB and array.size
-    if array.dtype != np.uint8 or not has_shape:
-        raise _invalid(f"an array must be uint8 [H, W, 3] in RGB, not {array.dtype} {array.shape}")
-    return encode(Image.fromarray(np.ascontiguousarray(array)), "png")
+    """Encode a uint8 [H, W, 3] array in RGB order as PNG, and any other array as an NPY file.
+
+    Raises:
+        InvalidArgument: The array is not uint8, uint16 or float32 [H, W] or [H, W, channels].
+    """
+    if array.dtype.name not in _TYPES or array.ndim not in (_GREY, _GREY + 1) or not array.size:
+        types = f"{', '.join(_TYPES[:-1])} or {_TYPES[-1]}"
+        raise _invalid(f"an array must be {types}, [H, W] or [H, W, channels], not {array.dtype} {array.shape}")
+    if array.dtype == np.uint8 and array.ndim == _GREY + 1 and array.shape[2] == _RGB:
+        return encode(Image.fromarray(np.ascontiguousarray(array)), "png")
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.ascontiguousarray(array), (1, 0), allow_pickle=False)
+    return file.getvalue()
 
 
 def mask_file(mask: object) -> bytes:

@@ -44,7 +44,7 @@ class Receipt:
         device: Device of the computation, such as "cpu".
         versions: Versions of the software, by name.
         image_sha256: SHA-256 of the photo's file, in hexadecimal.
-        input_sha256: SHA-256 of the pixels that the model saw, uint8 [H, W, RGB], in hexadecimal.
+        input_sha256: SHA-256 of the pixels that the model saw, in hexadecimal.
         method: Name of the method.
         parameters: Parameters of the method, defaults included.
         augmentation_smoothing: True if the map is the mean over augmented copies of the image.
@@ -57,6 +57,7 @@ class Receipt:
         verdict: Result of the check that the map can be read as an explanation.
         heatmap: The raw map, float32 [h, w]; None if it was not requested.
         texts: The texts that were the model's classes, if it compares images with texts.
+        value_range: The values of the photo that were taken as 0 and 1; None for those of their type.
     """
 
     model: str
@@ -79,6 +80,7 @@ class Receipt:
     verdict: Verdict
     heatmap: NDArray[np.float32] | None = field(repr=False)
     texts: tuple[str, ...] = field(default=(), repr=False)
+    value_range: tuple[float, float] | None = None
 
     @property
     def heatmap_sha256(self) -> str | None:
@@ -91,8 +93,10 @@ class Receipt:
         content["score"] = _json_number(self.score)
         content["parameters"] = {name: _json_number(value) for name, value in self.parameters.items()}
         content["heatmap"] = None if self.heatmap is None else _json_map(self.heatmap)
-        if not self.texts:  # a receipt without texts can be read by older clients
-            del content["texts"]
+        # A receipt without these can be read by older clients.
+        for name in ("texts", "value_range"):
+            if not content[name]:
+                del content[name]
         return json.dumps({"format": FORMAT, **content}, indent=2, ensure_ascii=False, allow_nan=False)
 
     @staticmethod
@@ -191,8 +195,8 @@ def _check_format(name: object) -> None:
 
 def _read_field(name: str, content: Mapping[str, Any]) -> Any:
     expected, read = _READERS.get(name, _STRING)
-    if name == "texts" and name not in content:
-        return ()
+    if name in _MISSING and name not in content:
+        return _MISSING[name]
     if name not in content:
         raise InvalidArgument(f'the receipt has no "{name}"')
     try:
@@ -254,6 +258,14 @@ def _read_heatmap(value: Any) -> NDArray[np.float32] | None:
     return np.frombuffer(data, "<f4").astype(np.float32, copy=False).reshape(value["height"], value["width"])
 
 
+def _read_range(value: Any) -> tuple[float, float]:
+    low, high = map(_read_number, _instance_of(list)(value))
+    return low, high
+
+
+_MISSING: Mapping[str, Any] = {"texts": (), "value_range": None}
+"""Values of the fields that older receipts do not have."""
+
 _STRING: tuple[str, Callable[[Any], Any]] = ("a string", _instance_of(str))
 _READERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "versions": ("an object of strings", _mapping_of(_instance_of(str))),
@@ -262,6 +274,7 @@ _READERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "eigen_smoothing": ("true or false", _instance_of(bool)),
     "layers": ("a list of names", _read_strings),
     "texts": ("a list of texts", _read_strings),
+    "value_range": ("two numbers", _read_range),
     "fusion": (f"null, {', '.join(FUSIONS)}", _read_fusion),
     "target": ("a target", _read_target),
     "score": ("a number", _read_number),

@@ -73,9 +73,20 @@ def encode(options: ExplainRequestBuilder) -> explain_pb2.Rendering:
         color_bar=options.color_bar,
         fade=options.fade,
         regions=_encode_regions(options.regions),
+        bands=options.bands,
+        window=_encode_window(options.window),
         **_encode_scale(options.scale),
         **_encode_threshold(options.threshold, options.threshold_value),
     )
+
+
+def _encode_window(window: tuple[float, float] | None) -> explain_pb2.Window | None:
+    if window is None:
+        return None
+    centre, width = window
+    if not width > 0:
+        raise invalid("rendering.window", f"a width of {width} is not above 0")
+    return explain_pb2.Window(centre=centre, width=width)
 
 
 def _default_colormap(options: ExplainRequestBuilder) -> str:

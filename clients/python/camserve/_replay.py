@@ -97,6 +97,7 @@ def request(receipt: Receipt) -> explain_pb2.ExplainRequest:
         layers=receipt.layers,
         fusion=receipt.fusion,
         texts=receipt.texts,
+        value_range=receipt.value_range,
     ).request()
     request.targets.append(target_message(receipt.target))
     return request

@@ -119,6 +119,7 @@ class Model:
             the model answers.
         accepts_texts: True if it compares images with texts: ``texts=`` and ``text(...)`` are for such models.
         pyramid: The layers of a detector's scales, the finest first; empty without several.
+        input_channels: The number of channels of the input, 3 for RGB.
     """
 
     name: str
@@ -138,6 +139,7 @@ class Model:
     state: ModelState = ModelState.UNSPECIFIED
     accepts_texts: bool = False
     pyramid: tuple[str, ...] = ()
+    input_channels: int = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,6 +241,10 @@ def _parse_class(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
+def _parse_bands(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(","))) if text else ()
+
+
 class ExplainFlags(TypedDict):
     """Options of `explain` that say what to explain and which files to write."""
 
@@ -271,6 +275,9 @@ class ExplainFlags(TypedDict):
     max_regions: int | None
     draw_regions: bool
     max_side: int | None
+    value_range: tuple[float, float] | None
+    bands: tuple[int, ...]
+    window: tuple[float, float] | None
 
 
 _REGION_OPTIONS = {
@@ -280,6 +287,10 @@ _REGION_OPTIONS = {
     "draw_regions": "draw",
 }
 """Fields of ``RegionOptions`` by the flags that set them."""
+
+
+_OPTIONAL = ("value_range", "bands", "window")
+"""Options that a job records only if they are given, so that a newer client continues the jobs of an older one."""
 
 
 class _ImagePath(click.ParamType[str]):
@@ -455,6 +466,27 @@ _target_option = click.option(
 @click.option("--receipts", is_flag=True, help="Also write receipts for `camserve replay`, as .receipt.json.")
 @click.option("--max-side", type=int, metavar="PIXELS", help="Maximum length of an overlay's longer side.")
 @click.option(
+    "--value-range",
+    type=float,
+    nargs=2,
+    metavar="LOW HIGH",
+    help="Values of a TIFF or NPY file that the model takes as 0 and 1, such as 0 4095. Default: those of their type.",
+)
+@click.option(
+    "--bands",
+    default="",
+    type=_parse_bands,
+    metavar="BAND|RED,GREEN,BLUE",
+    help="Channels of the photo under the map, from 0. Default: the first three, or the first.",
+)
+@click.option(
+    "--window",
+    type=float,
+    nargs=2,
+    metavar="CENTRE WIDTH",
+    help="Values of the photo under the map, from black to white. Default: all of 8 bits, or smallest to largest.",
+)
+@click.option(
     "--resume",
     is_flag=True,
     help="Run as a resumable job, for many photos, with the results as Parquet in DIR.",
@@ -589,6 +621,9 @@ def job_summary(tally: dataset.Tally, output: str) -> str:
 def _explain_options(flags: ExplainFlags) -> camserve.ExplainOptions:
     omitted = {"receipts", "regions", *_REGION_OPTIONS}
     options = {name: value for name, value in flags.items() if name not in omitted}
+    for name in _OPTIONAL:
+        if not options.get(name):
+            options.pop(name, None)
     options["regions"] = _region_options(flags, masks=True)
     # A receipt contains the raw map, to compare with.
     options["heatmap"] = flags["heatmap"] or flags["receipts"]

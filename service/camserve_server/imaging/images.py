@@ -13,7 +13,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.nn import functional
 
-from camserve_server.core.arrays import Input, Mask, Pixels
+from camserve_server.core.arrays import Input, Map, Mask, Photo, Pixels
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
+from camserve_server.imaging import channels as raw
 from camserve_server.imaging.opencv import cv2
 from camserve_server.imaging.values import Box, KeepAspect, Preprocess
 
@@ -32,8 +33,8 @@ Size = tuple[int, int]
 
 _OTHER_FORMATS = (
     (0, b"GIF8", "a GIF"),
-    (0, b"II*\0", "a TIFF"),
-    (0, b"MM\0*", "a TIFF"),
+    (0, b"II+\0", "a BigTIFF, which is for files above 4 GB: save a TIFF"),
+    (0, b"MM\0+", "a BigTIFF, which is for files above 4 GB: save a TIFF"),
     (0, b"%PDF", "a PDF"),
     (0, b"PK\3\4", "a ZIP archive"),
     (0, b"\0\0\0\x0cjP", "a JPEG 2000"),
@@ -47,7 +48,7 @@ _OTHER_FORMATS = (
     (0, b"data:", "a data URL: send the bytes themselves"),
     (0, b"/9j/", "base64: send the bytes themselves"),
     (0, b"iVBOR", "base64: send the bytes themselves"),
-    (0, b"\x93NUMPY", "a NumPy array"),
+    (128, b"DICM", "a DICOM file: send its pixels as an array"),
 )
 
 _MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
@@ -68,6 +69,7 @@ _MAX_EXIF = 1 << 16  # bytes
 _CHANNELS: Mapping[int, int] = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by PNG colour type
 _COLOURS: Mapping[int, str] = {0: "grey", 2: "RGB", 3: "palette", 4: "grey and alpha", 6: "RGB and alpha"}
 _GREY = 0
+_GREY_16_BITS = bytes((16, _GREY))  # depth and colour type in a PNG's header
 _MASK_DEPTH = 8  # bits; of 16 bits OpenCV would keep the upper 8, which are 0 in the masks of some programs
 _MAX_DEFLATE_RATIO = 1032
 _SLICE = 1 << 15  # bytes to inflate at a time
@@ -75,33 +77,48 @@ _SLICE = 1 << 15  # bytes to inflate at a time
 _RGB_BYTES = 3  # of a pixel
 
 
-def decode(data: bytes, limits: Limits) -> Pixels:
-    """Decode a JPEG, PNG, WebP or BMP file to upright RGB.
+def decode(data: bytes, limits: Limits, channels: int = 3) -> Photo:
+    """Decode a JPEG, PNG, WebP, BMP, TIFF or NPY file, upright.
 
-    The EXIF orientation is applied. Grey becomes RGB, and 16 bits become the upper 8. CMYK is converted as stored,
-    without its colour profile. Alpha is dropped and the colour below it kept, as Pillow's `convert("RGB")` does. An
-    animated WebP gives its first frame; an animated PNG gives the picture that viewers without animation show.
+    The EXIF orientation is applied. Grey becomes RGB, and 16 bits of a PNG become the upper 8. CMYK is converted as
+    stored, without its colour profile. Alpha is dropped and the colour below it kept, as Pillow's `convert("RGB")`
+    does. An animated WebP gives its first frame; an animated PNG gives the picture that viewers without animation show.
+
+    For a model with one channel, colours become grey as by Pillow's `convert("L")`, and a grey PNG keeps its 16 bits.
+    TIFF and NPY files keep their channels and their values: uint8, uint16 or float32.
+
+    Args:
+        data: the file.
+        limits: limits on one request.
+        channels: the number of channels of the model's input.
 
     Returns:
-        uint8 [height, width, 3], contiguous, owned by the caller.
+        The pixels [height, width, channels], contiguous, owned by the caller: uint8 RGB from most files.
 
     Raises:
         InvalidArgument: the file is empty, of another format, larger than `limits`, truncated or broken. Format and
             size are checked before anything is decoded.
     """
     kind, size = _check_file(data, limits)
+    if read := _RAW.get(kind):
+        return raw.with_channels(read(data, channels, raw.RGB * limits.pixels), channels)
     still = _strip_png(data, size, limits) if kind == "PNG" else data
-    return _read_pixels(still, kind, cv2.IMREAD_COLOR_RGB)
+    if channels == 1 and kind == "PNG" and data[24:26] == _GREY_16_BITS:
+        return _read_pixels(still, kind, cv2.IMREAD_GRAYSCALE | cv2.IMREAD_ANYDEPTH)[:, :, None]
+    pixels = _read_pixels(still, kind, cv2.IMREAD_COLOR_RGB).astype(np.uint8, copy=False)
+    if channels == 1:
+        return np.array(Image.fromarray(pixels).convert("L"))[:, :, None]
+    return pixels if channels == raw.RGB else raw.with_channels(pixels, channels)
 
 
-def _read_pixels(data: bytes, kind: str, flag: int) -> Pixels:
+def _read_pixels(data: bytes, kind: str, flag: int) -> NDArray[Any]:
     try:
         pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
     except cv2.error:
         pixels = None
     if pixels is None:
         raise _broken_file(kind)
-    return pixels.astype(np.uint8, copy=False)
+    return pixels
 
 
 def decode_mask(data: bytes, limits: Limits) -> Mask:
@@ -142,10 +159,12 @@ def memory_to_decode(data: bytes) -> int:
         kind = _kind(data)
         if kind == "JPEG":
             return _memory_of_jpeg(data)
+        if kind in _RAW:
+            return raw.memory_to_read(kind, data)
         size: Size = struct.unpack_from(">II", data, 16) if kind == "PNG" else _SIZES[kind](data)
         # OpenCV decodes into an array of its own, and copies that.
         return max(0, size[0] * size[1]) * (2 * _RGB_BYTES + (kind == "WebP"))
-    except (InvalidArgument, struct.error, IndexError, ValueError):
+    except (InvalidArgument, struct.error, IndexError, KeyError, ValueError):
         return 0
 
 
@@ -177,7 +196,7 @@ def _kind(data: bytes) -> str:
                 return kind
     likely = next((name for at, start, name in _OTHER_FORMATS if data.startswith(start, at)), "")
     raise InvalidArgument(
-        "not a JPEG, PNG, WebP or BMP file" + (f": it starts like {likely}" if likely else ""),
+        "not a JPEG, PNG, WebP, BMP, TIFF or NPY file" + (f": it starts like {likely}" if likely else ""),
         field="image",
     )
 
@@ -189,7 +208,7 @@ def _broken_file(kind: str) -> InvalidArgument:
 def _size(kind: str, data: bytes) -> Size:
     try:
         height, width = _SIZES[kind](data)
-    except (struct.error, IndexError, ValueError):
+    except (struct.error, IndexError, KeyError, ValueError):
         raise _broken_file(kind) from None
     if height < 1 or width < 1:
         raise _broken_file(kind)
@@ -372,13 +391,18 @@ _MAGIC: Mapping[str, re.Pattern[bytes]] = {
     "PNG": re.compile(rb"\x89PNG\r\n\x1a\n"),
     "WebP": re.compile(rb"RIFF.{4}WEBPVP8[ LX]", re.DOTALL),
     "BMP": re.compile(rb"BM"),
+    "TIFF": re.compile(rb"II\*\0|MM\0\*"),
+    "NPY": re.compile(rb"\x93NUMPY"),
 }
 _SIZES: Mapping[str, Callable[[bytes], Size]] = {
     "JPEG": _jpeg_size,
     "PNG": _png_size,
     "WebP": _webp_size,
     "BMP": _bmp_size,
+    "TIFF": raw.tiff_size,
+    "NPY": raw.npy_size,
 }
+_RAW: Mapping[str, Callable[[bytes, int, int], Photo]] = {"TIFF": raw.read_tiff, "NPY": raw.read_npy}
 _EXIF: Mapping[str, Callable[[bytes], Iterator[int]]] = {"PNG": _png_exif, "WebP": _webp_exif}
 
 
@@ -425,24 +449,30 @@ class _CropAxis:
         return first * self.scale, (first + self.crop) * self.scale
 
 
-def make_input(photo: Pixels, data: bytes, preprocess: Preprocess) -> tuple[Input, Box]:
+def make_input(photo: Photo, data: bytes, preprocess: Preprocess) -> tuple[Input, Box]:
     """Return a model's input for a photo, made by the model's own `prepare` if it has one, else by resize and crop.
 
     Args:
-        photo: the decoded photo, uint8 [height, width, 3].
+        photo: the decoded photo.
         data: the photo's file.
         preprocess: the model's preprocessing.
 
     Returns:
         The input, and the part of the photo that it shows.
     """
-    return fit(photo, preprocess) if preprocess.prepare is None else preprocess.prepare(photo, data)
+    return (
+        fit(photo, preprocess)
+        if preprocess.prepare is None
+        else preprocess.prepare(photo, data, preprocess.value_range)
+    )
 
 
 def displayed(image: Input, preprocess: Preprocess) -> Pixels:
     """Return a model's input as a picture; a normalised input is scaled back by mean and standard deviation."""
     if image.dtype == np.uint8:
-        return cast("Pixels", image)
+        return raw.picture(cast("Pixels", image))
+    if preprocess.channels != raw.RGB:
+        return raw.picture(raw.denormalised(cast("Map", image), preprocess.mean, preprocess.std))
     values = np.nan_to_num(255 * (image * preprocess.std + preprocess.mean))
     return cast("Pixels", values.round().clip(0, 255).astype(np.uint8))
 
@@ -454,27 +484,34 @@ def visible_box(size: Size, preprocess: Preprocess) -> Box:
     return Box(left, top, right, bottom)
 
 
-def fit(photo: Pixels, preprocess: Preprocess) -> tuple[Pixels, Box]:
+def fit(photo: Photo, preprocess: Preprocess) -> tuple[Input, Box]:
     """Resize and crop a photo as torchvision's and timm's evaluation transforms do.
 
     Values differ from those of the transforms on a PIL image by at most 1, except at some hard edges with "bicubic".
     There it overshoots black and white, which Pillow cuts off between its two passes, in an order that depends on its
     version. A photo of extreme proportions is never resized as a whole, so that it costs no more than others.
 
+    Values of 8 bits stay so. Others become 0 to 1 before the resize, and are normalised after it, all in float32.
+
     Args:
-        photo: uint8 [height, width, 3].
-        preprocess: the model's preprocessing; mean and std are not applied.
+        photo: the decoded photo.
+        preprocess: the model's preprocessing; mean and std are not applied to 8 bits.
 
     Returns:
-        uint8 [*size, 3], where size is that of `preprocess.for_photo`, with a border where the resized photo is smaller
-        than the crop; and the part of the photo that it shows, in the photo's pixels, which reaches beyond the photo's
-        edges if there is a border.
+        uint8 [*size, channels], or float32 if the photo has other values or a range of them, where size is that of
+        `preprocess.for_photo`, with a border where the resized photo is smaller than the crop; and the part of the
+        photo that it shows, in the photo's pixels, which reaches beyond the photo's edges if there is a border.
     """
     size = photo.shape[0], photo.shape[1]
     preprocess = preprocess.for_photo(size)
     rows, columns = _axes(size, preprocess)
-    cropped = _resampler(rows, columns, preprocess)(photo, rows, columns, preprocess.interpolation)
-    return _pad(cropped, rows, columns, preprocess.fill), visible_box(size, preprocess)
+    bytes_stay = photo.dtype == np.uint8 and preprocess.value_range is None
+    values = photo if bytes_stay else raw.as_unit(photo, preprocess.value_range)
+    cropped = _resampler(rows, columns, preprocess)(values, rows, columns, preprocess.interpolation)
+    image = _pad(cropped, rows, columns, preprocess.fill if bytes_stay else preprocess.fill / 255)
+    if not bytes_stay:
+        image = raw.normalised(image, preprocess.mean, preprocess.std)
+    return cast("Input", image), visible_box(size, preprocess)
 
 
 def _axes(size: Size, preprocess: Preprocess) -> tuple[_CropAxis, _CropAxis]:
@@ -493,7 +530,7 @@ def _resized_size(size: Size, resize: int | Size | KeepAspect) -> Size:
     return (longer, resize) if width <= height else (resize, longer)
 
 
-_Resampler = Callable[[Pixels, _CropAxis, _CropAxis, str], Pixels]
+_Resampler = Callable[[NDArray[Any], _CropAxis, _CropAxis, str], NDArray[Any]]
 
 
 def _resampler(rows: _CropAxis, columns: _CropAxis, preprocess: Preprocess) -> _Resampler:
@@ -507,14 +544,15 @@ def _resampler(rows: _CropAxis, columns: _CropAxis, preprocess: Preprocess) -> _
     return _resize_part if rows.resized * columns.resized > 8 * kept else _resize_whole
 
 
-def _resize_whole(photo: Pixels, rows: _CropAxis, columns: _CropAxis, interpolation: str) -> Pixels:
+def _resize_whole(photo: NDArray[Any], rows: _CropAxis, columns: _CropAxis, interpolation: str) -> NDArray[Any]:
     """Resize the photo with torch, as torchvision does, whose import would take seconds."""
     size = [rows.resized, columns.resized]
     if size != list(photo.shape[:2]):
         # torch resizes interleaved channels without copies if their strides show them: `photo[None]` has a stride of 0.
         # The views are NumPy's, because each of torch's releases the interpreter's lock, and waits for it again.
         interleaved = np.require(photo, requirements=["C", "W"]).reshape(1, *photo.shape).transpose(0, 3, 1, 2)
-        images, native = torch.from_numpy(interleaved), interpolation == "bicubic" or _has_fast_bilinear()
+        images = torch.from_numpy(interleaved)
+        native = images.is_floating_point() or interpolation == "bicubic" or _has_fast_bilinear()
         images = images if native else images.float()
         images = functional.interpolate(images, size, mode=interpolation, align_corners=False, antialias=True)
         images = images if native else images.round_().to(torch.uint8)
@@ -531,20 +569,24 @@ def _has_fast_bilinear() -> bool:
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or platform.machine() in ("aarch64", "arm64")
 
 
-def _resize_part(photo: Pixels, rows: _CropAxis, columns: _CropAxis, interpolation: str) -> Pixels:
+def _resize_part(photo: NDArray[Any], rows: _CropAxis, columns: _CropAxis, interpolation: str) -> NDArray[Any]:
     """Resize the kept part alone; Pillow weights the pixels around its box as if it resized the whole photo."""
     (above, below), (top, bottom) = _window(rows)
     (before, after), (left, right) = _window(columns)
-    part = Image.fromarray(np.ascontiguousarray(photo[above:below, before:after]))
-    size = (columns.stop - columns.start, rows.stop - rows.start)
+    part = np.ascontiguousarray(photo[above:below, before:after])
+    size, box = (columns.stop - columns.start, rows.stop - rows.start), (left, top, right, bottom)
     resample = Image.Resampling[interpolation.upper()]
-    return np.asarray(part.resize(size, resample, box=(left, top, right, bottom)))
+    if part.dtype == np.uint8 and part.shape[2] == raw.RGB:
+        return np.asarray(Image.fromarray(part).resize(size, resample, box=box))
+    bands = (Image.fromarray(np.ascontiguousarray(part[:, :, band])) for band in range(part.shape[2]))
+    return np.stack([np.asarray(band.resize(size, resample, box=box)) for band in bands], 2)
 
 
-def _resize_linear(photo: Pixels, rows: _CropAxis, columns: _CropAxis, _interpolation: str) -> Pixels:
+def _resize_linear(photo: NDArray[Any], rows: _CropAxis, columns: _CropAxis, _interpolation: str) -> NDArray[Any]:
     """Resize the photo with OpenCV's bilinear interpolation, which reads four pixels at any scale."""
     resized = cv2.resize(photo, (columns.resized, rows.resized), interpolation=cv2.INTER_LINEAR)
-    return cast("Pixels", resized[rows.start : rows.stop, columns.start : columns.stop])
+    resized = resized.reshape(*resized.shape[:2], -1)  # OpenCV drops the axis of a single channel
+    return resized[rows.start : rows.stop, columns.start : columns.stop]
 
 
 def _window(axis: _CropAxis) -> tuple[tuple[int, int], tuple[float, float]]:
@@ -555,7 +597,7 @@ def _window(axis: _CropAxis) -> tuple[tuple[int, int], tuple[float, float]]:
     return (begin, end), (first - begin, min(last, axis.photo) - begin)
 
 
-def _pick(photo: Pixels, rows: _CropAxis, columns: _CropAxis, _interpolation: str) -> Pixels:
+def _pick(photo: NDArray[Any], rows: _CropAxis, columns: _CropAxis, _interpolation: str) -> NDArray[Any]:
     return photo[_nearest(rows)][:, _nearest(columns)]
 
 
@@ -566,9 +608,9 @@ def _nearest(axis: _CropAxis) -> NDArray[np.intp]:
     return np.cumsum(steps)[axis.start :].astype(np.intp)
 
 
-def _pad(cropped: Pixels, rows: _CropAxis, columns: _CropAxis, fill: int) -> Pixels:
+def _pad(cropped: NDArray[Any], rows: _CropAxis, columns: _CropAxis, fill: float) -> NDArray[Any]:
     if cropped.shape[:2] == (rows.crop, columns.crop):
         return np.ascontiguousarray(cropped)
-    padded = np.full((rows.crop, columns.crop, 3), fill, np.uint8)
+    padded = np.full((rows.crop, columns.crop, cropped.shape[2]), fill, cropped.dtype)
     padded[rows.pad :, columns.pad :][: cropped.shape[0], : cropped.shape[1]] = cropped
     return padded

@@ -1,6 +1,7 @@
 """Inputs made by users: with their own transform, or as tensors in place of photos."""
 
 import io
+import math
 import struct
 import zlib
 from collections.abc import Callable, Sequence
@@ -12,15 +13,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from camserve_server.core.arrays import Input, Map, Pixels
+from camserve_server.core.arrays import Input, Map, Photo
 from camserve_server.core.errors import ConfigError, FailedPrecondition, InvalidArgument
+from camserve_server.imaging import channels as raw
 from camserve_server.imaging import images
 from camserve_server.imaging.values import Box, Preprocess
 
 Size: TypeAlias = tuple[int, int]
 Crop: TypeAlias = float | Literal["whole"]
 Transform: TypeAlias = Callable[[Any], Any]
-"""A PIL image, or a uint8 array [height, width, 3] -> an input [3,H,W] or [1,3,H,W]."""
+"""A PIL image, or a uint8 array [height, width, 3] -> an input [C,H,W] or [1,C,H,W]."""
 
 SIDE = 224
 """Default side of an input, in pixels."""
@@ -45,19 +47,19 @@ class Prepare:
     plain: Preprocess
     transform: Transform | None = None
 
-    def __call__(self, photo: Pixels, data: bytes) -> tuple[Input, Box]:
+    def __call__(self, photo: Photo, data: bytes, value_range: tuple[float, float] | None) -> tuple[Input, Box]:
         """Return the input, and the part of the photo that it shows, as `camserve_server.imaging.values.Prepare`."""
         size = photo.shape[0], photo.shape[1]
-        if (embedded := _read_embedded(data, self.plain.size)) is not None:
+        if (embedded := _read_embedded(data, (*self.plain.size, self.plain.channels))) is not None:
             return embedded, Box(0, 0, size[1], size[0])
         if self.transform is None:
-            return images.fit(photo, self.plain)
+            return images.fit(photo, replace(self.plain, value_range=value_range))
         try:
             image = _as_input(self.transform(photo))
         except Exception as error:  # a user's function may raise anything
             raise FailedPrecondition(f"the transform failed: {type(error).__name__}: {error}") from error
-        if image.shape[:2] != self.plain.size:
-            expected = _describe_size(self.plain.size)
+        if image.shape != (*self.plain.size, self.plain.channels):
+            expected = _describe_size((*self.plain.size, self.plain.channels))
             raise FailedPrecondition(
                 f"the transform made an input of {_describe_size(image.shape)}, and the size is {expected}"
             )
@@ -77,48 +79,54 @@ def preprocess_of(
         size: height and width of the input, or one number for both; None for the size of the transform's inputs.
         crop: share of the photo's shorter side to keep around its centre, or "whole" to squash the whole photo. None
             for the default crop, or for the whole photo if there is a transform.
-        mean: per channel, subtracted from RGB values 0 to 1.
-        std: per channel, the divisor after that.
+        mean: for each channel, subtracted from values 0 to 1: RGB, if there are three.
+        std: for each channel, the divisor after that.
         transform: function that makes the inputs instead.
 
     Raises:
         ConfigError: a value is out of range, or the transform does not return an input.
     """
-    array_transform, made_size = _try_transform(transform) if transform else (None, (SIDE, SIDE))
+    means, stds = _per_channel(mean, "mean"), _per_channel(std, "std")
+    if len(means) != len(stds):
+        raise ConfigError(f"mean has {len(means)} numbers and std has {len(stds)}: expected one for each channel")
+    array_transform, made = _try_transform(transform, len(means)) if transform else (None, (SIDE, SIDE, len(means)))
+    made_size = made[:2]
+    if made[2] != len(means):
+        raise ConfigError(f"the transform makes inputs of {made[2]} channels, and mean has {len(means)} numbers")
     input_size = made_size if size is None else (size, size) if isinstance(size, int) else size
     if min(input_size) < 1:
         raise ConfigError(f"size={size}: an input has at least one pixel")
     if transform and input_size != made_size:
         raise ConfigError(f"the transform makes inputs of {_describe_size(made_size)}, and size={size} says otherwise")
     share = crop or ("whole" if transform else CROP)
-    plain = Preprocess(input_size, _resize(input_size, share), "bilinear", _rgb(mean, "mean"), _rgb(std, "std"))
+    plain = Preprocess(input_size, _resize(input_size, share), "bilinear", means, stds)
     return replace(plain, prepare=Prepare(plain, array_transform))
 
 
-def _try_transform(transform: Transform) -> tuple[Transform, Size]:
-    """Try a transform on a picture; return it as a function of uint8 arrays, and the size of its inputs.
+def _try_transform(transform: Transform, channels: int) -> tuple[Transform, tuple[int, int, int]]:
+    """Try a transform on a picture; return it as a function of uint8 arrays, and the shape [H,W,C] of its inputs.
 
     Raises:
         ConfigError: the transform fails both with a PIL image and with an array, or does not return an input.
     """
-    photo = np.full((*_TRIAL_SIZE, 3), 128, np.uint8)
+    photo = np.full((*_TRIAL_SIZE, channels), 128, np.uint8)
     failures = []
     for array_transform in (_with_pil(transform), transform):
         try:
-            height, width, _ = _as_input(array_transform(photo)).shape
+            height, width, made = _as_input(array_transform(photo)).shape
         except Exception as error:  # noqa: BLE001 -- a user's function may raise anything
             failures.append(f"{type(error).__name__}: {error}")
         else:
-            return array_transform, (height, width)
+            return array_transform, (height, width, made)
     raise ConfigError(f"the transform fails with a PIL image ({failures[0]}) and with an array ({failures[1]})")
 
 
 def _with_pil(transform: Transform) -> Transform:
-    return lambda array: transform(Image.fromarray(array))
+    return lambda array: transform(Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array))
 
 
 def _as_input(value: Any) -> Map:
-    """Return a tensor or array [3,H,W] or [1,3,H,W] in the engine's layout, float32 [H,W,3].
+    """Return a tensor or array [C,H,W] or [1,C,H,W] in the engine's layout, float32 [H,W,C].
 
     Raises:
         ValueError: the value is not an input.
@@ -126,8 +134,8 @@ def _as_input(value: Any) -> Map:
     tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
     if tensor.dim() == 4 and len(tensor) == 1:  # noqa: PLR2004 -- a batch of one
         tensor = tensor[0]
-    if tensor.dim() != 3 or len(tensor) != 3 or not tensor.is_floating_point():  # noqa: PLR2004 -- [3,H,W]
-        raise ValueError(f"{list(tensor.shape)} of {tensor.dtype} is not an input: expected a float tensor [3, H, W]")
+    if tensor.dim() != 3 or not tensor.is_floating_point():  # noqa: PLR2004 -- [C,H,W]
+        raise ValueError(f"{list(tensor.shape)} of {tensor.dtype} is not an input: expected a float tensor [C, H, W]")
     return np.ascontiguousarray(tensor.float().permute(1, 2, 0).cpu().numpy())
 
 
@@ -140,23 +148,26 @@ def _resize(size: Size, crop: Any) -> int | Size:
     return height if size[0] == size[1] else (height, width)
 
 
-def _rgb(values: Sequence[float], name: str) -> tuple[float, float, float]:
+def _per_channel(values: Sequence[float], name: str) -> tuple[float, ...]:
     try:
-        red, green, blue = map(float, values)
+        numbers = tuple(map(float, values))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name}={values!r}: expected three numbers, for red, green and blue") from error
-    return red, green, blue
+        raise ConfigError(f"{name}={values!r}: expected one number for each channel, such as three for RGB") from error
+    if not numbers:
+        raise ConfigError(f"{name}={values!r}: an input has at least one channel")
+    return numbers
 
 
 def _describe_size(shape: Sequence[int]) -> str:
-    return f"{shape[0]} by {shape[1]} pixels"
+    channels = f" with {shape[2]} channels" if len(shape) == 3 and shape[2] != raw.RGB else ""  # noqa: PLR2004 -- [H,W,C]
+    return f"{shape[0]} by {shape[1]} pixels{channels}"
 
 
 def file_of(tensor: Tensor, preprocess: Preprocess) -> bytes:
     """Return a PNG picture of an already preprocessed input, with the input itself embedded.
 
     Args:
-        tensor: normalised input, floating point [3,H,W] or [1,3,H,W], on any device.
+        tensor: normalised input, floating point [C,H,W] or [1,C,H,W], on any device.
         preprocess: the network's preprocessing; its mean and std make the picture.
 
     Raises:
@@ -166,8 +177,8 @@ def file_of(tensor: Tensor, preprocess: Preprocess) -> bytes:
         image = _as_input(tensor)
     except ValueError as error:
         raise InvalidArgument(str(error), field="image") from error
-    if image.shape[:2] != preprocess.size:
-        expected = _describe_size(preprocess.size)
+    if image.shape != (*preprocess.size, preprocess.channels):
+        expected = _describe_size((*preprocess.size, preprocess.channels))
         message = f"the input has {_describe_size(image.shape)}, and the network takes {expected}"
         raise InvalidArgument(message, field="image")
     buffer = io.BytesIO()
@@ -178,12 +189,12 @@ def file_of(tensor: Tensor, preprocess: Preprocess) -> bytes:
     return png[:end] + chunk + png[end:]
 
 
-def _read_embedded(data: bytes, size: Size) -> Map | None:
-    """Return the input that is embedded in a PNG, or None."""
-    length = 4 * 3 * size[0] * size[1]
+def _read_embedded(data: bytes, shape: tuple[int, int, int]) -> Map | None:
+    """Return the input [H,W,C] that is embedded in a PNG, or None."""
+    length = 4 * math.prod(shape)
     start = len(data) - _CHUNK_HEADER.size - _CRC_BYTES - _CRC_BYTES - length  # before IEND
     if start < _SIGNATURE_BYTES + _CHUNK_HEADER.size or data[start - _CHUNK_HEADER.size : start] != _CHUNK_HEADER.pack(
         length, _CHUNK
     ):
         return None
-    return np.frombuffer(data, "<f4", length // 4, start).reshape(*size, 3).copy()  # torch needs writable memory
+    return np.frombuffer(data, "<f4", length // 4, start).reshape(shape).copy()  # torch needs writable memory

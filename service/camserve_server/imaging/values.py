@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from camserve_server.core.arrays import Input, Pixels
+from camserve_server.core.arrays import Input, Photo
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +78,30 @@ class Preprocess:
         size: height and width of the input, in pixels; with `KeepAspect` those of the largest input.
         resize: length of the photo's shorter side before the crop; or an exact (height, width); or `KeepAspect`.
         interpolation: "nearest", antialiased "bilinear" or "bicubic", or "linear", which is OpenCV's, not antialiased.
-        mean: per channel, subtracted from RGB values 0 to 1.
-        std: per channel, the divisor after that.
+        mean: for each channel of the input, subtracted from values 0 to 1: RGB, if there are three.
+        std: for each channel, the divisor after that.
         floors: True if a crop that cannot be centred exactly starts half a pixel early, as in transformers; False if
             half a pixel is rounded to even, as in torchvision.
         prepare: function that makes the input instead, for a model in this process; see `Prepare`.
         fill: grey level, 0 to 255, of the border around a photo that does not fill the input.
+        value_range: the values of a photo that become 0 and 1; None for those of their type: 0 to 255, 0 to 65,535, or
+            0 to 1.
     """
 
     size: tuple[int, int]
     resize: int | tuple[int, int] | KeepAspect
     interpolation: Literal["nearest", "bilinear", "bicubic", "linear"]
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
     floors: bool = False
     prepare: "Prepare | None" = None
     fill: int = 0
+    value_range: tuple[float, float] | None = None
+
+    @property
+    def channels(self) -> int:
+        """The number of channels of the input."""
+        return len(self.mean)
 
     def for_photo(self, photo: tuple[int, int]) -> "Preprocess":
         """Return the preprocessing of a photo of this height and width: the same, but with the sizes for that photo."""
@@ -103,8 +111,8 @@ class Preprocess:
         return replace(self, size=self.resize.padded(resized), resize=resized)
 
 
-Prepare: TypeAlias = Callable[[Pixels, bytes], tuple[Input, Box]]
-"""Decoded photo, its file -> the model's input, and the part of the photo that it shows."""
+Prepare: TypeAlias = Callable[[Photo, bytes, tuple[float, float] | None], tuple[Input, Box]]
+"""Decoded photo, its file, `Preprocess.value_range` -> the model's input, and the part of the photo that it shows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,6 +216,9 @@ class Rendering:
         color_bar: True to add a colour bar to the right of each picture.
         fade: True to multiply the opacity by the intensity.
         regions: the regions to find, or None for none.
+        bands: channels of the photo that are shown, one as grey or three as RGB; empty for the first three or one.
+        window: the values of the photo that are shown black and white; None for the values of the type if they have 8
+            bits, and otherwise for the smallest and largest value that is shown.
     """
 
     overlay: Literal["jpeg", "png", "webp"] | None = None
@@ -226,6 +237,8 @@ class Rendering:
     color_bar: bool = False
     fade: bool = False
     regions: RegionOptions | None = None
+    bands: tuple[int, ...] = ()
+    window: tuple[float, float] | None = None
 
     @property
     def pictures(self) -> int:

@@ -91,11 +91,11 @@ class Reading:
         return unordered and min(self.layout.height, self.layout.width) > 2  # noqa: PLR2004
 
 
-def images(size: tuple[int, int]) -> Tensor:
-    """Return the images of the probe, [IMAGE_COUNT,3,h,w], always the same."""
+def images(size: tuple[int, int], channels: int = 3) -> Tensor:
+    """Return the images of the probe, [IMAGE_COUNT,channels,h,w], always the same."""
     height, width = size
     generator = torch.Generator().manual_seed(0)
-    image = torch.rand(1, 3, height, width, generator=generator) * 2 - 1
+    image = torch.rand(1, channels, height, width, generator=generator) * 2 - 1
     noise = torch.randn(image.shape, generator=generator) * NOISE
     down, right = torch.linspace(1, 0, height).view(1, 1, -1, 1), torch.linspace(1, 0, width).view(1, 1, 1, -1)
     return torch.cat([image, image + noise * down, image + noise * right, image + noise])

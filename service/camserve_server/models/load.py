@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from camserve_server.core.devices import restore_settings
 from camserve_server.core.errors import ConfigError
 from camserve_server.imaging.values import KeepAspect, Preprocess
-from camserve_server.models import checkpoint, detectors, live, probe, probe_cache, pyramid, tasks, text
+from camserve_server.models import checkpoint, detectors, live, probe, probe_cache, pyramid, stem, tasks, text
 from camserve_server.models.acceleration import TIMED_ROWS, AcceleratedModel, AccelerationOptions, accelerate
 from camserve_server.models.hooks import has_forward_hooks, output_of
 from camserve_server.models.pickles import CorruptFileError, printable
@@ -105,7 +105,8 @@ class LoadedModel:
 
     def _equals(self, replica: "LoadedModel") -> bool:
         """Return whether a replica and its accelerated copy give the same outputs as this model, to the bit."""
-        noise = torch.randn((1, 3, *self.info.preprocess.size), generator=torch.Generator().manual_seed(0))
+        shape = (1, self.info.channels, *self.info.preprocess.size)
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         images, layer = noise.to(self.info.device), self.info.default_layer
         comparisons = [(self.module, replica.module, images)]
         if (accelerated := self.accelerated) and replica.accelerated:
@@ -171,6 +172,7 @@ def _prepare(spec: ModelSpec, source: Source, device: str, rows: int) -> LoadedM
         module = source.module.eval().requires_grad_(requires_grad=False).to(device)
         labels = _read_labels(spec.labels) if spec.labels else source.labels
         preprocess = _with_size(detectors.preprocess_of(module, source.preprocess), spec.size)
+        preprocess = stem.with_statistics(preprocess, spec)
         detectors.disable_preprocessing(module, preprocess.size)
         tower = _frozen_tower(source.text, device)
         prepared = replace(source, module=module, preprocess=preprocess, labels=labels, text=tower)
@@ -270,7 +272,7 @@ def _state_of(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 def _probe(spec: ModelSpec, source: Source, device: str) -> Probed:
     trial, module = tasks.Trial(spec.task or source.task, source.labels, source.queries), source.module
-    layers, classes = probe.probe(module, source.preprocess.size, device, trial)
+    layers, classes = probe.probe(module, source.preprocess.size, device, trial, channels=source.preprocess.channels)
     trunk = layers if trial.trunk is None else {name: layer for name, layer in layers.items() if name in trial.trunk}
     is_trunk = partial(probe.is_trunk, modules=dict(module.named_modules()))
     return Probed(
@@ -299,7 +301,7 @@ def _read_weights(spec: ModelSpec, module: nn.Module) -> str:
     prefix, budget = "", checkpoint.SizeBudget.of(module)
     try:
         state, prefix = _without_prefix(checkpoint.load(path, budget, spec.sha256, spec.model_folder), module)
-        module.load_state_dict(state)
+        module.load_state_dict(stem.adapt_state(state, module, spec.channels))
         _check_finite(module)
     except Exception as error:  # also from load_state_dict, and from a module's own way of loading
         # The log has the whole path. The error may reach a caller, so it has the file's name without the folder.

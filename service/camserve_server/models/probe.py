@@ -26,6 +26,8 @@ UNKNOWN_GRID = "its output has no grid over the image that is certain: neither i
 QUERIES = "its output has no grid over the image: it has one token per object, not per place"
 ZERO_GRADIENT = "the score does not depend on its grid: every gradient there is zero"
 
+RGB = 3  # channels
+
 GridOrReason: TypeAlias = Layout | str
 """The layout of a layer's grid, or the reason why it has no grid."""
 
@@ -49,7 +51,7 @@ class LayerObservation:
 
 
 def probe(
-    model: nn.Module, size: tuple[int, int], device: str, trial: Trial | None = None
+    model: nn.Module, size: tuple[int, int], device: str, trial: Trial | None = None, *, channels: int = 3
 ) -> tuple[dict[str, LayerInfo], int]:
     """Describe every layer that runs: one forward and backward pass, and a forward pass on the layout probe's images.
 
@@ -58,6 +60,7 @@ def probe(
         size: height and width of its input.
         device: its device.
         trial: receives the model's output, and finds its task.
+        channels: the number of channels of its input.
 
     Returns:
         The layers by name, in the order in which they finish; and the number of classes.
@@ -65,7 +68,7 @@ def probe(
     Raises:
         ConfigError: the model does not run, or its output does not fit its task.
     """
-    images, trial = layout_probe.images(size).to(device), trial or Trial()
+    images, trial = layout_probe.images(size, channels).to(device), trial or Trial()
     with torch.enable_grad(), trial.recording(model), _record_outputs(model, _own_tensor) as calls:
         scores = trial.scores(model, _run(model, images[:1].requires_grad_()))
         last = {name: outputs[-1] for name, outputs in calls.items()}
@@ -166,8 +169,9 @@ def _run(model: nn.Module, image: Tensor) -> Any:
     try:
         return model(image.clone())  # a model may change its input in place, but cannot change a leaf
     except Exception as error:
-        size = "x".join(map(str, image.shape[2:]))
-        raise ConfigError(f"it does not run on an image of {size} pixels: {error}") from error
+        size, channels = "x".join(map(str, image.shape[2:])), image.shape[1]
+        kind = "pixels" if channels == RGB else f"pixels with {channels} channel{'s' * (channels > 1)}"
+        raise ConfigError(f"it does not run on an image of {size} {kind}: {error}") from error
 
 
 def _gradients(scores: Tensor, outputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:

@@ -95,6 +95,7 @@ def key_of(spec: ModelSpec, size: tuple[int, int], labels: int, digest: str) -> 
         "task": spec.task,
         "size": [*size],
         "sized": spec.size,
+        "channels": spec.channels,
         "labels": labels,
         "digest": digest,
         "camserve": _own_code(),

@@ -1,5 +1,6 @@
 """Model specs, as written on a command line or in a configuration: `[NAME=]SOURCE:ARCH[?option=value&…]`."""
 
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,12 +8,26 @@ from typing import Any, cast, get_args
 
 from camserve_server.core.devices import Precision
 from camserve_server.core.errors import ConfigError, did_you_mean
+from camserve_server.imaging.channels import MAX_CHANNELS
 from camserve_server.models.values import Task
 
 EMBEDDED = "efficientnet_lite0"
 """The default model: its ImageNet weights come with `camserve[server]`."""
 
-OPTIONS = ("weights", "precision", "labels", "classes", "size", "sha256", "task", "compile", "accelerate")
+OPTIONS = (
+    "weights",
+    "precision",
+    "labels",
+    "classes",
+    "size",
+    "sha256",
+    "task",
+    "compile",
+    "accelerate",
+    "channels",
+    "mean",
+    "std",
+)
 
 _FORM = re.compile(
     r"(?:(?P<name>[\w.-]+)=)?(?:hf:(?P<folder>[^?]+)|(?:(?P<source>[\w.]+):)?(?P<arch>[\w.-]+))(?:\?(?P<options>.*))?"
@@ -42,6 +57,9 @@ class ModelSpec:
             cannot be told apart that way.
         compile: True to compile the part up to the default layer when the model is loaded.
         accelerate: False to run the model exactly as it was loaded (see `models.acceleration`).
+        channels: the number of channels of its input; None for the model's own.
+        mean: for each channel, or once for all, subtracted from values 0 to 1; empty for the model's own.
+        std: likewise the divisor after that.
         folder: the folder of a model that transformers saved; empty for other sources.
         model_folder: the folder in which a caller named the weights file. No link below it is followed when the file
             is opened. Empty if the operator named the file.
@@ -65,6 +83,9 @@ class ModelSpec:
     live: Any = field(default=None, repr=False)
     shared: bool = False
     accelerate: bool = True
+    channels: int | None = None
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.compile and not self.accelerate:
@@ -111,6 +132,9 @@ def parse(text: str) -> ModelSpec:
         task=_parse_task(text, options.get("task"), source, classes),
         compile=_parse_bool(text, "compile", options),
         accelerate=_parse_bool(text, "accelerate", options, default="true"),
+        channels=_parse_channels(text, options, source),
+        mean=_parse_numbers(text, "mean", options),
+        std=_parse_numbers(text, "std", options),
     )
 
 
@@ -171,6 +195,29 @@ def _parse_number(text: str, key: str, options: dict[str, str], least: int = 1) 
     if not value.isdecimal() or not least <= int(value) < 100_000:  # noqa: PLR2004 -- far beyond any useful value
         raise ConfigError(f'model "{text}": {key} must be a whole number from {least}, not "{value}"')
     return int(value)
+
+
+def _parse_channels(text: str, options: dict[str, str], source: str) -> int | None:
+    channels = _parse_number(text, "channels", options)
+    if channels is not None and channels > MAX_CHANNELS:
+        raise ConfigError(f'model "{text}": channels must be a whole number from 1 to {MAX_CHANNELS}, not {channels}')
+    if channels is not None and source not in ("torchvision", "timm"):
+        raise ConfigError(
+            f'model "{text}": channels= is for torchvision and timm; a factory of your own returns a Source with a '
+            "Preprocess whose mean and std have a number for each channel"
+        )
+    return channels
+
+
+def _parse_numbers(text: str, key: str, options: dict[str, str]) -> tuple[float, ...]:
+    try:
+        numbers = tuple(map(float, options[key].split(","))) if key in options else ()
+    except ValueError:
+        numbers = (math.nan,)
+    if not all(math.isfinite(number) and (key == "mean" or number > 0) for number in numbers):
+        kind = "numbers" if key == "mean" else "numbers above 0"
+        raise ConfigError(f'model "{text}": {key} must be {kind} with commas between them, not "{options[key]}"')
+    return numbers
 
 
 def _parse_bool(text: str, key: str, options: dict[str, str], default: str = "false") -> bool:

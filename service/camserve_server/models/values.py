@@ -187,6 +187,11 @@ class ModelInfo:
         return hash((self.name, self.version, self.digest))
 
     @property
+    def channels(self) -> int:
+        """The number of channels of its input."""
+        return self.preprocess.channels
+
+    @property
     def key(self) -> str:
         """The identifier of the model in rows, different for each version."""
         return f"{self.name}@{self.version}" if self.version else self.name

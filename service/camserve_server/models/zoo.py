@@ -14,6 +14,7 @@ from torchvision import models as zoo
 
 from camserve_server.core.errors import ConfigError, did_you_mean
 from camserve_server.imaging.values import Preprocess
+from camserve_server.models import stem
 from camserve_server.models.source import DEFAULT_PREPROCESS, IMAGENET_LABELS, LITE, Source
 from camserve_server.models.spec import ModelSpec
 
@@ -31,6 +32,8 @@ def from_torchvision(spec: ModelSpec) -> Source:
         module = _fetch(spec, lambda: zoo.get_model(spec.arch, weights=best, **options))
     else:
         module = _fetch(spec, lambda: _torchvision_module(spec, options))
+    if spec.channels not in (None, stem.RGB):
+        stem.rebuild(module, spec.channels)
     if best is None:
         return Source(module, DEFAULT_PREPROCESS)
     preprocess = _torchvision_preprocess(best.transforms(), getattr(module, "image_size", None))
@@ -67,6 +70,8 @@ def from_timm(spec: ModelSpec) -> Source:
     """Build a model of timm; see `sources.build`."""
     check_known(spec)
     options: dict[str, Any] = {} if spec.classes is None else {"num_classes": spec.classes}
+    if spec.channels is not None:
+        options["in_chans"] = spec.channels
     module = _fetch(spec, lambda: _timm_module(spec, options))
     config = timm.data.resolve_model_data_config(module)
     if config["crop_mode"] == "border":

@@ -129,7 +129,7 @@ async def _run(
     """Run an image through the model; inside the block, room for its inputs and results stays reserved."""
     results: list[RowResult] = []
     size = (
-        memory.RGB * math.prod(request.model.preprocess.size)
+        memory.input_pixel(request.model) * math.prod(request.model.preprocess.size)
         + _feature_bytes(request)
         + memory.text_bytes(request.model)
     )
@@ -159,9 +159,9 @@ def _feature_bytes(request: InspectRequest | FeaturesRequest) -> int:
 
 
 def _prepare(data: bytes, preprocess: Preprocess, limits: Limits) -> _PreparedPhoto:
-    pixels = images.decode(data, limits)
-    image, seen = images.make_input(pixels, data, preprocess)
-    return _PreparedPhoto((pixels.shape[0], pixels.shape[1]), image, seen)
+    photo = images.decode(data, limits, preprocess.channels)
+    image, seen = images.make_input(photo, data, preprocess)
+    return _PreparedPhoto((photo.shape[0], photo.shape[1]), image, seen)
 
 
 def _rank_and_draw(request: FeaturesRequest, run: _ImageRun, colours: Pixels) -> tuple[list[Channel], Picture | None]:

@@ -49,7 +49,12 @@ def input_bytes(job: jobs.Job, rows: int) -> int:
     Noisy copies are made in the engine and do not count. Edited images are made here, with one mask for each row.
     """
     edits = any(METHODS[call.name].edits_image for call in job.calls)
-    return math.prod(job.model.preprocess.size) * (RGB + edits * MASK * rows)
+    return math.prod(job.model.preprocess.size) * (input_pixel(job.model) + edits * MASK * rows)
+
+
+def input_pixel(model: ModelInfo) -> int:
+    """Return the bytes of one pixel of a model's input; other channels than RGB may have any type of values."""
+    return RGB if model.channels == RGB else FLOAT * model.channels
 
 
 def text_bytes(model: ModelInfo) -> int:

@@ -8,11 +8,11 @@ from typing import cast
 
 import numpy as np
 
-from camserve_server.core.arrays import Input, Pixels
+from camserve_server.core.arrays import Input, Photo, Pixels
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
-from camserve_server.imaging import images
-from camserve_server.imaging.values import Box, Part
+from camserve_server.imaging import channels, images
+from camserve_server.imaging.values import Box, Part, Rendering
 from camserve_server.jobs import Job
 from camserve_server.models.values import ModelInfo
 from camserve_server.serving import memory, receipts
@@ -30,7 +30,7 @@ class PreparedPhoto:
     """A decoded photo and the model's input made from it.
 
     Attributes:
-        pixels: the photo, uint8 [height, width, 3]; None if it is not kept while its request waits.
+        pixels: the photo as it is shown, uint8 [height, width, 3]; None if it is not kept while its request waits.
         size: height and width of the photo.
         image: the model's input.
         seen: the part of the photo that the model sees.
@@ -49,12 +49,13 @@ class PreparedPhoto:
 def prepare_photo(request: ExplainRequest, limits: Limits) -> Generator[None, None, PreparedPhoto]:
     """Decode the photo and the images of its targets; pause after each image, so that other callers have a turn."""
     _check_pixels(request, limits)
-    pixels = images.decode(request.image, limits)
-    size = (pixels.shape[0], pixels.shape[1])
+    photo = images.decode(request.image, limits, request.job.model.channels)
+    size = (photo.shape[0], photo.shape[1])
     memory.check_drawn_pixels(request.job, request.rendering, size, limits)
-    image, seen = images.make_input(pixels, request.image, request.job.model.preprocess)
-    kept = pixels if request.rendering.pictures and pixels.size <= memory.MAX_WAITING_PHOTO else None
-    del pixels  # free its memory during the pauses, unless it is kept
+    image, seen = images.make_input(photo, request.image, request.job.model.preprocess)
+    pixels = shown(photo, request.rendering) if request.rendering.pictures else None
+    kept = pixels if pixels is not None and pixels.size <= memory.MAX_WAITING_PHOTO else None
+    del photo, pixels  # free their memory during the pauses, unless they are kept
     job = replace(request.job, model=request.job.model.at_size((image.shape[0], image.shape[1])))
     for index, target in enumerate(job.targets):
         if kind_of(target).file(target):
@@ -63,6 +64,11 @@ def prepare_photo(request: ExplainRequest, limits: Limits) -> Generator[None, No
             job = replace(job, targets=(*job.targets[:index], converted, *job.targets[index + 1 :]))
     receipt = receipts.receipt_of(job.model, request.image, image)
     return PreparedPhoto(kept, size, image, seen, job, receipt)
+
+
+def shown(photo: Photo, rendering: Rendering) -> Pixels:
+    """Return the photo under the maps, uint8 RGB."""
+    return channels.picture(photo, rendering.bands, rendering.window)
 
 
 def _check_pixels(request: ExplainRequest, limits: Limits) -> None:
@@ -112,8 +118,8 @@ def _to_input(
     kind = kind_of(target)
     if other := kind.compared(target):
         with _file_field(index, target):
-            pixels = images.decode(other.file, limits)
-            return SimilarityTarget(image=images.make_input(pixels, other.file, preprocess)[0])
+            photo = images.decode(other.file, limits, model.channels)
+            return SimilarityTarget(image=images.make_input(photo, other.file, preprocess)[0])
     if file := kind.file(target):
         with _file_field(index, target):
             return replace(cast("MaskTarget", target), file=b"", part=_read_part(file, size, seen, limits))

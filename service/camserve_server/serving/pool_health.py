@@ -109,7 +109,7 @@ class PoolHealth:
         info, results = self._registry.first(), list[RowResult]()
         if info is None:
             return True
-        image = np.full((*info.preprocess.size, 3), 128, np.uint8)
+        image = np.full((*info.preprocess.size, info.channels), 128, np.uint8)
         pass_ = Pass(info.key, "cam", info.preprocess.size, (info.default_layer,))
         row = Row(image, anything(info), (MethodCall("gradcam"),))
         try:

@@ -26,9 +26,10 @@ class Receipt:
         precision: number format that the model computed in.
         device: device that the model ran on.
         image_sha256: SHA-256 of the encoded photo, hexadecimal.
-        input_sha256: SHA-256 of the model's input, uint8 [h,w,3], hexadecimal.
+        input_sha256: SHA-256 of the values of the model's input, hexadecimal.
         versions: versions of the software, by package name.
         texts: the texts that were the model's classes; none if its classes were its own.
+        value_range: the values of the photo that were taken as 0 and 1; None for those of their type.
     """
 
     source: str
@@ -40,6 +41,7 @@ class Receipt:
     input_sha256: str
     versions: Mapping[str, str]
     texts: tuple[str, ...] = ()
+    value_range: tuple[float, float] | None = None
 
 
 def receipt_of(model: ModelInfo, image: bytes, seen: Input) -> Receipt:
@@ -60,6 +62,7 @@ def receipt_of(model: ModelInfo, image: bytes, seen: Input) -> Receipt:
         input_sha256=hashlib.sha256(np.ascontiguousarray(seen).data).hexdigest(),
         versions=_versions(),
         texts=model.texts,
+        value_range=model.preprocess.value_range,
     )
 
 

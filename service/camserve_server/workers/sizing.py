@@ -65,4 +65,5 @@ def _measure(info: ModelInfo, pass_: Pass, peak: Peak) -> int:
 def rows_of(info: ModelInfo, kind: Kind, count: int) -> list[Row]:
     """Return rows with an image each, since rows with the same image share an input."""
     calls = (MethodCall(METHODS[kind]),) if METHODS[kind] else ()
-    return [Row(np.full((*info.preprocess.size, 3), 128, np.uint8), anything(info), calls) for _ in range(count)]
+    shape = (*info.preprocess.size, info.channels)
+    return [Row(np.full(shape, 128, np.uint8), anything(info), calls) for _ in range(count)]

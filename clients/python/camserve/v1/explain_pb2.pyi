@@ -300,11 +300,18 @@ class ExplainRequest(_message.Message):
     FUSION_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     CLASS_MAP_FIELD_NUMBER: _builtins.int
+    VALUE_RANGE_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a loaded model. Default: the first model in the server's configuration."""
     image: _builtins.bytes
-    """The photo as a JPEG, PNG, WebP or BMP file. Required."""
+    """The photo as a JPEG, PNG, WebP, BMP, TIFF or NPY file. Required.
+
+    TIFF and NPY files may have any number of channels, and values of type uint8, uint16 or float32. They need the
+    channels of the model (Model.input_channels); grey is repeated for a model of RGB. An NPY file is an array of NumPy
+    with a short header: [height, width] or [height, width, channels]. For a model with one channel, a photo in colour
+    becomes grey, and a grey PNG keeps its 16 bits. INVALID_ARGUMENT: the channels differ, or a value is NaN or infinite.
+    """
     top_k: _builtins.int
     """Number of predictions to explain if targets is empty: the most probable classes, the largest classes of a
     segmentation, or the most certain objects of a detector. 1 to 16, and no more than the model has classes, except
@@ -344,6 +351,13 @@ class ExplainRequest(_message.Message):
         """The pictures and numbers to return, and the look of the pictures."""
 
     @_builtins.property
+    def value_range(self) -> Global___ValueRange:
+        """Values of the photo that the model's preprocessing takes as 0 and 1, such as 0 and 4095 for values of 12 bits in a
+        file of 16 bits. They apply to the images of similarity targets, too. Default: the range of the model, or else 0 to
+        255 for uint8, 0 to 65,535 for uint16, and 0 to 1 for float32.
+        """
+
+    @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that are the classes of this request, such as "a photo of a cat", up to 1000 of up to 1000 characters, each
         different, for models that compare images with texts (Model.accepts_texts). The predictions are then these
@@ -364,11 +378,12 @@ class ExplainRequest(_message.Message):
         fusion: Global___Fusion.ValueType = ...,
         progress: _builtins.bool = ...,
         class_map: _builtins.bool = ...,
+        value_range: Global___ValueRange | None = ...,
         texts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions", "_top_k", b"_top_k", "max_predictions", b"max_predictions", "rendering", b"rendering", "top_k", b"top_k"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions", "_top_k", b"_top_k", "max_predictions", b"max_predictions", "rendering", b"rendering", "top_k", b"top_k", "value_range", b"value_range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions", "_top_k", b"_top_k", "class_map", b"class_map", "fusion", b"fusion", "image", b"image", "layers", b"layers", "max_predictions", b"max_predictions", "methods", b"methods", "model", b"model", "progress", b"progress", "rendering", b"rendering", "targets", b"targets", "texts", b"texts", "top_k", b"top_k"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions", "_top_k", b"_top_k", "class_map", b"class_map", "fusion", b"fusion", "image", b"image", "layers", b"layers", "max_predictions", b"max_predictions", "methods", b"methods", "model", b"model", "progress", b"progress", "rendering", b"rendering", "targets", b"targets", "texts", b"texts", "top_k", b"top_k", "value_range", b"value_range"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_predictions: _TypeAlias = _typing.Literal["max_predictions"]  # noqa: Y015
     _WhichOneofArgType__max_predictions: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions"]  # noqa: Y015
@@ -380,6 +395,32 @@ class ExplainRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
 
 Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ValueRange(_message.Message):
+    """A range of values."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MINIMUM_FIELD_NUMBER: _builtins.int
+    MAXIMUM_FIELD_NUMBER: _builtins.int
+    minimum: _builtins.float
+    """The lower end, finite."""
+    maximum: _builtins.float
+    """The upper end, finite and above the lower end."""
+    def __init__(
+        self,
+        *,
+        minimum: _builtins.float = ...,
+        maximum: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["maximum", b"maximum", "minimum", b"minimum"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ValueRange: _TypeAlias = ValueRange  # noqa: Y015
 
 @_typing.final
 class Method(_message.Message):
@@ -602,7 +643,7 @@ class Similarity(_message.Message):
 
     IMAGE_FIELD_NUMBER: _builtins.int
     image: _builtins.bytes
-    """The other photo, as a JPEG, PNG, WebP or BMP file. Required."""
+    """The other photo, as in ExplainRequest. Required."""
     def __init__(
         self,
         *,
@@ -784,6 +825,8 @@ class Rendering(_message.Message):
     COLOR_BAR_FIELD_NUMBER: _builtins.int
     FADE_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
+    BANDS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
     overlay: Global___ImageFormat.ValueType
     """Encoding of the overlay: the heatmap drawn over the photo, upright, in the photo's size. Default: no overlay."""
     heatmap: _builtins.bool
@@ -834,6 +877,18 @@ class Rendering(_message.Message):
     def regions(self) -> Global___RegionOptions:
         """Regions of each map to return. Default: none."""
 
+    @_builtins.property
+    def bands(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Channels of the photo to show under the map, from 0: one as grey, or three as red, green and blue. INVALID_ARGUMENT
+        if the photo has no such channel. Default: the first three, or the first if there are fewer.
+        """
+
+    @_builtins.property
+    def window(self) -> Global___Window:
+        """Values of the photo to show as black and white. Default: 0 and 255 for uint8, otherwise the smallest and the largest
+        value of the shown channels.
+        """
+
     def __init__(
         self,
         *,
@@ -855,10 +910,12 @@ class Rendering(_message.Message):
         color_bar: _builtins.bool = ...,
         fade: _builtins.bool = ...,
         regions: Global___RegionOptions | None = ...,
+        bands: _abc.Iterable[_builtins.int] | None = ...,
+        window: Global___Window | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "alpha", b"alpha", "regions", b"regions", "scale", b"scale", "scale_value", b"scale_value", "shared_scale", b"shared_scale", "threshold", b"threshold", "threshold_quantile", b"threshold_quantile", "threshold_value", b"threshold_value"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "alpha", b"alpha", "regions", b"regions", "scale", b"scale", "scale_value", b"scale_value", "shared_scale", b"shared_scale", "threshold", b"threshold", "threshold_quantile", b"threshold_quantile", "threshold_value", b"threshold_value", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "alpha", b"alpha", "color_bar", b"color_bar", "colormap", b"colormap", "contour_lines", b"contour_lines", "fade", b"fade", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "intensity", b"intensity", "max_side", b"max_side", "overlay", b"overlay", "profile", b"profile", "quality", b"quality", "regions", b"regions", "scale", b"scale", "scale_value", b"scale_value", "shared_scale", b"shared_scale", "sign", b"sign", "threshold", b"threshold", "threshold_quantile", b"threshold_quantile", "threshold_value", b"threshold_value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alpha", b"_alpha", "alpha", b"alpha", "bands", b"bands", "color_bar", b"color_bar", "colormap", b"colormap", "contour_lines", b"contour_lines", "fade", b"fade", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "intensity", b"intensity", "max_side", b"max_side", "overlay", b"overlay", "profile", b"profile", "quality", b"quality", "regions", b"regions", "scale", b"scale", "scale_value", b"scale_value", "shared_scale", b"shared_scale", "sign", b"sign", "threshold", b"threshold", "threshold_quantile", b"threshold_quantile", "threshold_value", b"threshold_value", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__alpha: _TypeAlias = _typing.Literal["alpha"]  # noqa: Y015
     _WhichOneofArgType__alpha: _TypeAlias = _typing.Literal["_alpha", b"_alpha"]  # noqa: Y015
@@ -874,6 +931,32 @@ class Rendering(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_threshold) -> _WhichOneofReturnType_threshold | None: ...
 
 Global___Rendering: _TypeAlias = Rendering  # noqa: Y015
+
+@_typing.final
+class Window(_message.Message):
+    """A range of values, as radiologists name it: from centre − width / 2 to centre + width / 2."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CENTRE_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    centre: _builtins.float
+    """The centre, finite."""
+    width: _builtins.float
+    """The width, finite and above 0."""
+    def __init__(
+        self,
+        *,
+        centre: _builtins.float = ...,
+        width: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["centre", b"centre", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Window: _TypeAlias = Window  # noqa: Y015
 
 @_typing.final
 class RegionOptions(_message.Message):
@@ -1173,6 +1256,7 @@ class Receipt(_message.Message):
     INPUT_SHA256_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
+    VALUE_RANGE_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """Source of the model, such as "timm:resnet50"."""
     weights: _builtins.str
@@ -1186,7 +1270,9 @@ class Receipt(_message.Message):
     image_sha256: _builtins.str
     """SHA-256 of the photo's file, in hexadecimal."""
     input_sha256: _builtins.str
-    """SHA-256 of the pixels that the model saw, uint8 [height, width, RGB], in hexadecimal."""
+    """SHA-256 of the pixels that the model saw, in hexadecimal: uint8 [height, width, channels], or float32 if the photo
+    has values of another type or the request has a value range.
+    """
     @_builtins.property
     def versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Versions of the packages that computed the response, by package name: "camserve", "torch", "torchvision", …"""
@@ -1194,6 +1280,10 @@ class Receipt(_message.Message):
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The texts that were the model's classes, if it compares images with texts."""
+
+    @_builtins.property
+    def value_range(self) -> Global___ValueRange:
+        """The values of the photo that were taken as 0 and 1, if they were not those of their type."""
 
     def __init__(
         self,
@@ -1207,10 +1297,11 @@ class Receipt(_message.Message):
         input_sha256: _builtins.str = ...,
         versions: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         texts: _abc.Iterable[_builtins.str] | None = ...,
+        value_range: Global___ValueRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["value_range", b"value_range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "image_sha256", b"image_sha256", "input_sha256", b"input_sha256", "precision", b"precision", "source", b"source", "texts", b"texts", "versions", b"versions", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "image_sha256", b"image_sha256", "input_sha256", b"input_sha256", "precision", b"precision", "source", b"source", "texts", b"texts", "value_range", b"value_range", "versions", b"versions", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1808,10 +1899,11 @@ class InspectLayersRequest(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
+    VALUE_RANGE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a loaded model. Default: the first model in the server's configuration."""
     image: _builtins.bytes
-    """The photo as a JPEG, PNG, WebP or BMP file. Required."""
+    """The photo, as in ExplainRequest. Required."""
     @_builtins.property
     def target(self) -> Global___Target:
         """The score to differentiate. It cannot be a similarity, and a segment or detection cannot have a region, a
@@ -1826,6 +1918,10 @@ class InspectLayersRequest(_message.Message):
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that are the classes of this request, as in ExplainRequest."""
 
+    @_builtins.property
+    def value_range(self) -> Global___ValueRange:
+        """Values of the photo that the model's preprocessing takes as 0 and 1, as in ExplainRequest."""
+
     def __init__(
         self,
         *,
@@ -1834,10 +1930,11 @@ class InspectLayersRequest(_message.Message):
         target: Global___Target | None = ...,
         layers: _abc.Iterable[_builtins.str] | None = ...,
         texts: _abc.Iterable[_builtins.str] | None = ...,
+        value_range: Global___ValueRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target", "value_range", b"value_range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "layers", b"layers", "model", b"model", "target", b"target", "texts", b"texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "layers", b"layers", "model", b"model", "target", b"target", "texts", b"texts", "value_range", b"value_range"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2017,10 +2114,11 @@ class ExtractFeaturesRequest(_message.Message):
     PICTURE_FIELD_NUMBER: _builtins.int
     COLORMAP_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
+    VALUE_RANGE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a loaded model. Default: the first model in the server's configuration."""
     image: _builtins.bytes
-    """The photo as a JPEG, PNG, WebP or BMP file. Required."""
+    """The photo, as in ExplainRequest. Required."""
     layer: _builtins.str
     """Layer, by module name. It must have a grid over the image. Default: the model's default layer."""
     rank: Global___ChannelRank.ValueType
@@ -2043,6 +2141,10 @@ class ExtractFeaturesRequest(_message.Message):
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that are the classes of this request, as in ExplainRequest."""
 
+    @_builtins.property
+    def value_range(self) -> Global___ValueRange:
+        """Values of the photo that the model's preprocessing takes as 0 and 1, as in ExplainRequest."""
+
     def __init__(
         self,
         *,
@@ -2056,10 +2158,11 @@ class ExtractFeaturesRequest(_message.Message):
         picture: Global___ImageFormat.ValueType = ...,
         colormap: _builtins.str = ...,
         texts: _abc.Iterable[_builtins.str] | None = ...,
+        value_range: Global___ValueRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_top", b"_top", "target", b"target", "top", b"top"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_top", b"_top", "target", b"target", "top", b"top", "value_range", b"value_range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top", b"_top", "colormap", b"colormap", "image", b"image", "layer", b"layer", "model", b"model", "picture", b"picture", "rank", b"rank", "raw", b"raw", "target", b"target", "texts", b"texts", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top", b"_top", "colormap", b"colormap", "image", b"image", "layer", b"layer", "model", b"model", "picture", b"picture", "rank", b"rank", "raw", b"raw", "target", b"target", "texts", b"texts", "top", b"top", "value_range", b"value_range"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__top: _TypeAlias = _typing.Literal["top"]  # noqa: Y015
     _WhichOneofArgType__top: _TypeAlias = _typing.Literal["_top", b"_top"]  # noqa: Y015

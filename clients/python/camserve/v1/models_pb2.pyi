@@ -214,6 +214,7 @@ class Model(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     PYRAMID_FIELD_NUMBER: _builtins.int
     ACCEPTS_TEXTS_FIELD_NUMBER: _builtins.int
+    INPUT_CHANNELS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the model, as in a request."""
     source: _builtins.str
@@ -253,6 +254,8 @@ class Model(_message.Message):
     """True if the model compares images with texts: requests may have texts and targets of texts. Its task is then
     "embed", or that of a classifier whose classes are the texts of the configuration.
     """
+    input_channels: _builtins.int
+    """Number of channels of its input, 3 for RGB. 0: the server is older than this field, and it is 3."""
     @_builtins.property
     def pyramid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Layers from whose feature maps a detector computes its objects, one for each scale, the finest first. Empty for a
@@ -278,10 +281,11 @@ class Model(_message.Message):
         state: Global___ModelState.ValueType = ...,
         pyramid: _abc.Iterable[_builtins.str] | None = ...,
         accepts_texts: _builtins.bool = ...,
+        input_channels: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_texts", b"accepts_texts", "classes", b"classes", "default_layer", b"default_layer", "device", b"device", "digest", b"digest", "input_height", b"input_height", "input_width", b"input_width", "name", b"name", "parameters", b"parameters", "precision", b"precision", "pyramid", b"pyramid", "source", b"source", "state", b"state", "task", b"task", "version", b"version", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_texts", b"accepts_texts", "classes", b"classes", "default_layer", b"default_layer", "device", b"device", "digest", b"digest", "input_channels", b"input_channels", "input_height", b"input_height", "input_width", b"input_width", "name", b"name", "parameters", b"parameters", "precision", b"precision", "pyramid", b"pyramid", "source", b"source", "state", b"state", "task", b"task", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

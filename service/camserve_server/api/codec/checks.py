@@ -3,9 +3,12 @@
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+import numpy as np
+
 from camserve_server.core.errors import InvalidArgument, NotFound, did_you_mean
 
 MAX_ECHOED = 64  # characters of a caller's text that an error repeats
+MAX_FLOAT = float(np.finfo(np.float32).max)
 MAX_SIDE = 16_384  # pixels
 MAX_LISTED = 12  # names that an error lists; of further names it gives the number
 

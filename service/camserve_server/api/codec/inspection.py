@@ -7,7 +7,7 @@ from camserve_server.api.codec.checks import check_range
 from camserve_server.api.codec.predictions import contrast_message, explained_message
 from camserve_server.api.codec.rendering import read_format
 from camserve_server.api.codec.replies import photo_message, picture_message, timing_message
-from camserve_server.api.codec.requests import check_layer, find_layer, read_model
+from camserve_server.api.codec.requests import check_layer, find_layer, read_model, with_value_range
 from camserve_server.api.codec.sizes import check_sizes
 from camserve_server.api.codec.targets import read_target, unfit, with_texts
 from camserve_server.core.errors import FailedPrecondition, InvalidArgument
@@ -39,7 +39,7 @@ def read_inspection(
         ServiceError: a field is invalid; the error names it.
     """
     check_sizes(request, limits)
-    model = with_texts(read_model(request.model, models, "model"), request.texts)
+    model = with_value_range(with_texts(read_model(request.model, models, "model"), request.texts), request)
     for index, name in enumerate(request.layers):
         find_layer(name, model, f"layers[{index}]")
     if len(set(request.layers)) < len(request.layers):
@@ -56,7 +56,7 @@ def read_extraction(
         ServiceError: a field is invalid; the error names it.
     """
     check_sizes(request, limits)
-    model = with_texts(read_model(request.model, models, "model"), request.texts)
+    model = with_value_range(with_texts(read_model(request.model, models, "model"), request.texts), request)
     layer = request.layer or model.default_layer
     check_layer(layer, model, "layer")
     if request.rank not in RANKS:

@@ -1,12 +1,14 @@
 """Codec of the rendering of a request: pictures, scales, thresholds and regions."""
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 from camserve.v1 import explain_pb2
-from camserve_server.api.codec.checks import MAX_SIDE, check_range
+from camserve_server.api.codec.checks import MAX_FLOAT, MAX_SIDE, check_range
 from camserve_server.api.codec.formats import FORMATS, PROFILES, SIGNS
 from camserve_server.core.errors import InvalidArgument
+from camserve_server.imaging.channels import MAX_CHANNELS
 from camserve_server.imaging.values import Profile, RegionOptions, Rendering, Sign, Threshold
 
 MIN_SIDE = 16  # pixels of the longer side of a picture
@@ -46,7 +48,26 @@ def read_rendering(message: explain_pb2.Rendering) -> Rendering:
         color_bar=message.color_bar,
         fade=message.fade,
         regions=_read_regions(message.regions) if message.HasField("regions") else None,
+        bands=_read_bands(message.bands),
+        window=_read_window(message.window) if message.HasField("window") else None,
     )
+
+
+def _read_bands(bands: Sequence[int]) -> tuple[int, ...]:
+    if len(bands) not in (0, 1, 3):
+        fault = f"are one channel, shown as grey, or three, shown as colours, and not {len(bands)}"
+        raise InvalidArgument.of_field("rendering.bands", fault)
+    for index, band in enumerate(bands):
+        check_range(band, 0, MAX_CHANNELS - 1, f"rendering.bands[{index}]")
+    return tuple(bands)
+
+
+def _read_window(message: explain_pb2.Window) -> tuple[float, float]:
+    centre, width = message.centre, message.width
+    check_range(centre, -MAX_FLOAT, MAX_FLOAT, "rendering.window.centre")
+    if not 0 < width <= MAX_FLOAT:
+        raise InvalidArgument.of_field("rendering.window.width", f"is a finite number above 0, not {width:g}")
+    return centre - width / 2, centre + width / 2
 
 
 def _read_profile(message: explain_pb2.Rendering) -> tuple[Profile, Sign]:

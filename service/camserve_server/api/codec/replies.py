@@ -93,7 +93,12 @@ def _receipt(receipt: Receipt) -> explain_pb2.Receipt:
         input_sha256=receipt.input_sha256,
         versions=receipt.versions,
         texts=receipt.texts,
+        value_range=_range_message(receipt.value_range),
     )
+
+
+def _range_message(values: tuple[float, float] | None) -> explain_pb2.ValueRange | None:
+    return explain_pb2.ValueRange(minimum=values[0], maximum=values[1]) if values else None
 
 
 def _explanation(prediction: ModelPrediction, explanation: Explanation, *, raw: bool) -> explain_pb2.Explanation:
@@ -194,6 +199,7 @@ def describe_model(info: KnownModel) -> models_pb2.Model:
         version=info.version,
         state=models_pb2.MODEL_STATE_READY,
         accepts_texts=info.text is not None,
+        input_channels=info.channels,
         pyramid=info.pyramid,
     )
 

@@ -1,11 +1,15 @@
 """Codec of Explain requests, which are checked completely before anything is computed."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TypeAlias
 
+import numpy as np
+
 from camserve.v1 import explain_pb2
-from camserve_server.api.codec.checks import check_range, find_known, join_names, shorten
+from camserve_server.api.codec.checks import MAX_FLOAT, check_range, find_known, join_names, shorten
 from camserve_server.api.codec.formats import FUSIONS
 from camserve_server.api.codec.rendering import read_rendering
 from camserve_server.api.codec.sizes import check_sizes
@@ -78,7 +82,7 @@ def _read_remembered(options: bytes, model: ModelInfo, limits: Limits) -> Option
 def _read_options(request: explain_pb2.ExplainRequest, models: Mapping[str, KnownModel], limits: Limits) -> Options:
     """Check everything but the image; return the job, the rendering and the number of predictions."""
     check_sizes(request, limits)
-    model = with_texts(read_model(request.model, models, "model"), request.texts)
+    model = with_value_range(with_texts(read_model(request.model, models, "model"), request.texts), request)
     fusion = _read_fusion(request.fusion)
     calls, layers = _read_calls(request.methods, model), _read_layers(request.layers, model)
     targets = read_targets(request, model, limits)
@@ -132,6 +136,28 @@ def read_model(name: str, models: Mapping[str, KnownModel], field: str) -> Model
         message = f"model {model.name} could not be loaded; the server's log says why"
         raise Unavailable(message, shed_reason="model_failed")
     raise NotFound(f"model {model.name} is not loaded: it was unloaded", field=field)
+
+
+def with_value_range(model: ModelInfo, request: "_WithValues") -> ModelInfo:
+    """Return a model that takes the values of a photo as the request says.
+
+    Raises:
+        InvalidArgument: the range is empty, or not finite.
+    """
+    if not request.HasField("value_range"):
+        return model
+    low, high = request.value_range.minimum, request.value_range.maximum
+    check_range(low, -MAX_FLOAT, MAX_FLOAT, "value_range.minimum")
+    check_range(high, -MAX_FLOAT, MAX_FLOAT, "value_range.maximum")
+    if not 0 < np.float32(high - low) < math.inf:
+        fault = f"must be above the minimum, {low:g}, and not {high:g}"
+        raise InvalidArgument.of_field("value_range.maximum", fault)
+    return replace(model, preprocess=replace(model.preprocess, value_range=(low, high)))
+
+
+_WithValues: TypeAlias = (
+    explain_pb2.ExplainRequest | explain_pb2.InspectLayersRequest | explain_pb2.ExtractFeaturesRequest
+)
 
 
 def _read_calls(methods: Sequence[explain_pb2.Method], model: ModelInfo) -> tuple[MethodCall, ...]:

@@ -43,8 +43,8 @@ MEMORY_FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
 
 
 def noise_images(info: ModelInfo, rows: int, *, channels_last: bool = True) -> Tensor:
-    """Return images of noise [rows,3,H,W] on a model's device, always the same."""
-    noise = torch.randn((rows, 3, *info.preprocess.size), generator=torch.Generator().manual_seed(0))
+    """Return images of noise [rows,C,H,W] on a model's device, always the same."""
+    noise = torch.randn((rows, info.channels, *info.preprocess.size), generator=torch.Generator().manual_seed(0))
     return noise.to(info.device).contiguous(memory_format=MEMORY_FORMATS[channels_last])
 
 

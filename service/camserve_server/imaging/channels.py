@@ -1,0 +1,406 @@
+"""Photos that are not 8-bit RGB: TIFF and NPY files of any number of channels, and how they are shown.
+
+A TIFF file is checked before tifffile reads it. Its directories are read here: a tag may claim gigabytes, and many tags
+may refer to the same bytes. tifffile then gets only the tags that make the picture.
+"""
+
+import io
+import math
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from camserve_server.core.arrays import Map, Photo, Pixels
+from camserve_server.core.errors import InvalidArgument
+from camserve_server.imaging.opencv import cv2
+
+Size = tuple[int, int]
+"""Height and width."""
+
+TYPES = ("uint8", "uint16", "float32")
+"""Types of the values of a photo."""
+
+RGB = 3
+MAX_CHANNELS = 512  # of OpenCV's arrays
+_GREY_AXES = 2  # of an array
+_NPY_HEADER = 4096  # bytes
+
+_WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC, _SAMPLES, _ORIENTATION = 256, 257, 258, 259, 262, 277, 274
+_EXTRA_SAMPLES, _SAMPLE_FORMAT = 338, 339
+_PICTURE_TAGS = frozenset(
+    {_WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC, _SAMPLES, _EXTRA_SAMPLES, _SAMPLE_FORMAT}
+    | {266, 273, 278, 279, 284, 317, 322, 323, 324, 325}  # order of bits, strips, planes, predictor, tiles
+)
+_TYPE_BYTES: Mapping[int, int] = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8}
+_SHORT = 3
+_MAX_TAGS = 1024
+_COPIES = 3
+_SMALLEST = 1e-30  # width of a window, so that pixels of one value are black
+_RANGES: Mapping[str, tuple[float, float]] = {"uint8": (0, 255), "uint16": (0, 65535), "float32": (0, 1)}
+_WHITE_IS_ZERO, _BLACK_IS_ZERO, _COLOURS = 0, 1, 2
+_PLAIN, _LZW, _DEFLATE, _OLD_DEFLATE, _PACKBITS = 1, 5, 8, 32946, 32773
+_ALPHA = frozenset((1, 2))  # kinds of an extra sample
+_BY_OPENCV = frozenset((_LZW, _PACKBITS))
+_OPENCV_SAMPLES = frozenset((1, 3))  # it multiplies colours by an alpha channel
+_TURNS: Mapping[int, tuple[int, int, bool]] = {
+    2: (1, -1, False),
+    3: (-1, -1, False),
+    4: (-1, 1, False),
+    5: (1, 1, True),
+    6: (-1, 1, True),
+    7: (-1, -1, True),
+    8: (1, -1, True),
+}
+"""By orientation: the steps through the rows and columns, and True if they are exchanged after that."""
+
+
+def npy_shape(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Return the shape of an NPY file, if its columns come first, its type, and where its values start.
+
+    Raises:
+        InvalidArgument: the header is broken, or the values are not of one of `TYPES`.
+    """
+    file = io.BytesIO(data[: _NPY_HEADER + 16])
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, columns_first, dtype = read(file, max_header_size=_NPY_HEADER)
+    except Exception as error:  # NumPy evaluates the header, which may raise anything
+        raise _broken("NPY") from error
+    if dtype.newbyteorder("=").name not in TYPES:
+        raise InvalidArgument(f"the NPY file has values of type {dtype}: {_list(TYPES)} are accepted", field="image")
+    if len(shape) not in (_GREY_AXES, RGB) or min(shape) < 1:
+        raise InvalidArgument(
+            f"the NPY file has the shape {shape}: [height, width] or [height, width, channels] is accepted",
+            field="image",
+        )
+    return shape, columns_first, dtype, file.tell()
+
+
+def npy_size(data: bytes) -> Size:
+    """Return the height and width of an NPY file."""
+    height, width, *_ = npy_shape(data)[0]
+    return height, width
+
+
+def read_npy(data: bytes, _channels: int, most: int) -> Photo:
+    """Read an NPY file: uint8, uint16 or float32, [height, width] or [height, width, channels]."""
+    shape, columns_first, dtype, start = npy_shape(data)
+    count = math.prod(shape)
+    _check_bytes(count * dtype.itemsize, most)
+    if len(data) != start + count * dtype.itemsize:
+        raise _broken("NPY")
+    values = np.frombuffer(data, dtype, count, start).reshape(shape, order="F" if columns_first else "C")
+    return _checked(values.astype(dtype.newbyteorder("="), order="C"))
+
+
+def tiff_size(data: bytes) -> Size:
+    """Return the height and width of the first page of a TIFF file."""
+    page = _page(data, struct.unpack_from(_order(data) + "I", data, 4)[0])
+    return page.value(_HEIGHT), page.value(_WIDTH)
+
+
+def read_tiff(data: bytes, channels: int, most: int) -> Photo:
+    """Read the first page of a TIFF file, or as many pages as there are channels, if each has one.
+
+    Args:
+        data: the file.
+        channels: the number of channels of the model's input.
+        most: largest number of bytes of the pixels.
+
+    Returns:
+        The pixels [height, width, channels of the file], upright, without an alpha channel beyond `channels`.
+
+    Raises:
+        InvalidArgument: the file is broken or too large, or has pixels that are not accepted.
+    """
+    try:
+        pages = _pages(data, channels + 1)
+    except (struct.error, KeyError, ValueError):
+        raise _broken("TIFF") from None
+    first = pages[0]
+    used = pages if len(pages) == channels and all(page.value(_SAMPLES, 1) == 1 for page in pages) else pages[:1]
+    for page in used:
+        _check_page(page, first)
+    _check_bytes(len(used) * first.bytes, most)
+    try:
+        arrays = _read_with_opencv(data, used) or _read_with_tifffile(data, used, most)
+    except InvalidArgument:
+        raise
+    except Exception as error:  # tifffile raises many types
+        raise _broken("TIFF") from error
+    photo: NDArray[Any] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, 2)
+    if photo.shape[2] == channels + 1 and first.value(_EXTRA_SAMPLES, 0) in _ALPHA:
+        photo = photo[:, :, :channels]
+    return _checked(np.ascontiguousarray(_upright(photo, first.value(_ORIENTATION, 1))))
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """Directory of a TIFF.
+
+    Attributes:
+        order: byte order, as in `struct`.
+        data: the file.
+        tags: the entries of 12 bytes, by tag.
+        following: start of the next directory; 0 after the last.
+    """
+
+    order: str
+    data: bytes
+    tags: Mapping[int, bytes]
+    following: int
+
+    def value(self, tag: int, default: int | None = None) -> int:
+        """Return the first value of a tag.
+
+        Raises:
+            KeyError: the tag is missing and has no default, or is not a whole number.
+        """
+        if tag not in self.tags and default is not None:
+            return default
+        entry = self.tags[tag]
+        kind, count = struct.unpack_from(self.order + "HI", entry, 2)
+        letter, size = {1: ("B", 1), _SHORT: ("H", 2), 4: ("I", 4)}[kind]
+        if count * size <= 4:  # noqa: PLR2004 -- bytes that fit the entry itself
+            return int(struct.unpack_from(self.order + letter, entry, 8)[0])
+        return int(
+            struct.unpack_from(self.order + letter, self.data, struct.unpack_from(self.order + "I", entry, 8)[0])[0]
+        )
+
+    @property
+    def bytes(self) -> int:
+        """The number of bytes of the pixels."""
+        return self.value(_HEIGHT) * self.value(_WIDTH) * self.value(_SAMPLES, 1) * self.value(_BITS, 1) // 8
+
+    @property
+    def type(self) -> str:
+        """The name of the values' type."""
+        kinds = {1: "uint", 2: "int", 3: "float"}
+        return f"{kinds.get(self.value(_SAMPLE_FORMAT, 1), 'unknown')}{self.value(_BITS, 1)}"
+
+
+def _order(data: bytes) -> str:
+    return "<" if data[:2] == b"II" else ">"
+
+
+def _pages(data: bytes, most: int) -> list[_Page]:
+    """Return the directories of a TIFF, at most this number."""
+    pages: list[_Page] = []
+    start = struct.unpack_from(_order(data) + "I", data, 4)[0]
+    while start and len(pages) < most:
+        pages.append(_page(data, start))
+        start = pages[-1].following
+    return pages
+
+
+def _page(data: bytes, start: int) -> _Page:
+    """Return the directory that starts here.
+
+    Raises:
+        ValueError: it has more tags or values than the file can hold.
+    """
+    order = _order(data)
+    (count,) = struct.unpack_from(order + "H", data, start)
+    if not 0 < count <= _MAX_TAGS:
+        raise ValueError
+    entries = [data[at : at + 12] for at in range(start + 2, start + 2 + 12 * count, 12)]
+    tags = {struct.unpack_from(order + "H", entry)[0]: entry for entry in entries}
+    (following,) = struct.unpack_from(order + "I", data, start + 2 + 12 * count)
+    kept = {tag: entry for tag, entry in tags.items() if tag in _PICTURE_TAGS or tag == _ORIENTATION}
+    for kind, values in (struct.unpack_from(order + "HI", entry, 2) for entry in kept.values()):
+        if _TYPE_BYTES.get(kind, 8) * values > len(data):
+            raise ValueError
+    return _Page(order, data, kept, following)
+
+
+def _check_page(page: _Page, first: _Page) -> None:
+    """Check that a page has pixels that are accepted, and those of the first page's size and type."""
+    try:
+        kind, photometric, compression = page.type, page.value(_PHOTOMETRIC), page.value(_COMPRESSION, 1)
+        same = all(page.value(tag, 1) == first.value(tag, 1) for tag in (_WIDTH, _HEIGHT, _BITS, _SAMPLE_FORMAT))
+        empty = page.bytes < 1
+    except (KeyError, struct.error):
+        raise _broken("TIFF") from None
+    if not same or empty:
+        raise _broken("TIFF")
+    if kind not in TYPES:
+        raise InvalidArgument(f"the TIFF file has values of type {kind}: {_list(TYPES)} are accepted", field="image")
+    if photometric not in (_WHITE_IS_ZERO, _BLACK_IS_ZERO, _COLOURS):
+        raise InvalidArgument(
+            "the TIFF file has neither grey values nor plain channels: save it without a palette, as RGB or grey",
+            field="image",
+        )
+    # OpenCV's inversion of grey values differs between their types, so files whose 0 is white are left to tifffile.
+    fits_opencv = page.value(_SAMPLES, 1) in _OPENCV_SAMPLES and photometric != _WHITE_IS_ZERO
+    by_opencv = compression in _BY_OPENCV and fits_opencv
+    if not by_opencv and compression not in (_PLAIN, _DEFLATE, _OLD_DEFLATE):
+        raise InvalidArgument(
+            f"the TIFF file has {page.value(_SAMPLES, 1)} channels with compression {compression}, which cannot be "
+            "read: save it without compression, or with deflate",
+            field="image",
+        )
+
+
+def _read_with_opencv(data: bytes, pages: Sequence[_Page]) -> list[NDArray[Any]]:
+    """Read pages whose compression tifffile does not know; return none for other compressions."""
+    if pages[0].value(_COMPRESSION, 1) not in _BY_OPENCV:
+        return []
+    arrays: list[NDArray[Any]] = []
+    for page in pages:
+        file = np.frombuffer(_only_picture(data, [page]), np.uint8)
+        pixels = cv2.imdecode(file, cv2.IMREAD_UNCHANGED)
+        if pixels is None or pixels.dtype.name != page.type:
+            raise _broken("TIFF")
+        photo = pixels.reshape(*pixels.shape[:2], -1)
+        arrays.append(photo[:, :, ::-1])  # OpenCV returns blue first
+    return arrays
+
+
+def _read_with_tifffile(data: bytes, pages: Sequence[_Page], most: int) -> list[NDArray[Any]]:
+    import tifffile  # noqa: PLC0415 -- it takes a while to import, and few requests need it
+
+    arrays: list[NDArray[Any]] = []
+    with tifffile.TiffFile(io.BytesIO(_only_picture(data, pages))) as file:
+        for page, own in zip(cast("Any", file.pages), pages, strict=True):
+            if own.value(_COMPRESSION, 1) != _PLAIN:
+                _check_inflated(data, page, most)
+            values = page.asarray(maxworkers=1)
+            planes = page.axes == "SYX"
+            photo = np.moveaxis(values, 0, 2) if planes else values.reshape(*values.shape[:2], -1)
+            white = own.value(_PHOTOMETRIC) == _WHITE_IS_ZERO and photo.dtype.kind == "u"
+            arrays.append(np.invert(photo) if white else photo)
+    return arrays
+
+
+def _check_inflated(data: bytes, page: Any, most: int) -> None:
+    """Check that no compressed part of a page inflates to more than its pixels: tifffile inflates without a limit."""
+    size = math.prod(page.chunks) * page.dtype.itemsize
+    _check_bytes(size, most)
+    for start, length in zip(page.dataoffsets, page.databytecounts, strict=True):
+        if len(zlib.decompressobj().decompress(data[start : start + length], size + 1)) > size:
+            raise _broken("TIFF")
+
+
+def _only_picture(data: bytes, pages: Sequence[_Page]) -> bytes:
+    """Return a TIFF of these pages with the tags that make the picture, whose values stay where they are."""
+    start = len(data) + len(data) % 2
+    added = bytearray(start - len(data))
+    for index, page in enumerate(pages):
+        entries = [entry for tag, entry in sorted(page.tags.items()) if tag in _PICTURE_TAGS]
+        after = len(data) + len(added) + 2 + 12 * len(entries) + 4
+        added += struct.pack(page.order + "H", len(entries)) + b"".join(entries)
+        added += struct.pack(page.order + "I", after if index + 1 < len(pages) else 0)
+    return data[:4] + struct.pack(pages[0].order + "I", start) + data[8:] + bytes(added)
+
+
+def _upright(photo: NDArray[Any], orientation: int) -> NDArray[Any]:
+    """Turn a photo as the tag says: 1 is upright."""
+    rows, columns, exchanged = _TURNS.get(orientation, (1, 1, False))
+    photo = photo[::rows, ::columns]
+    return photo.transpose(1, 0, 2) if exchanged else photo
+
+
+def _checked(photo: NDArray[Any]) -> Photo:
+    """Return pixels [height, width, channels] after a check that they are finite."""
+    if photo.dtype.kind == "f" and not np.isfinite(photo).all():
+        raise InvalidArgument("the image has pixels that are NaN or infinite", field="image")
+    return cast("Photo", photo.reshape(*photo.shape[:2], -1))
+
+
+def _check_bytes(size: int, most: int) -> None:
+    if size > most:
+        raise InvalidArgument(f"the image takes {size:,} bytes, and {most:,} are accepted", field="image")
+
+
+def _broken(kind: str) -> InvalidArgument:
+    return InvalidArgument(f"the {kind} file is truncated or broken", field="image")
+
+
+def _list(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def memory_to_read(kind: str, data: bytes) -> int:
+    """Return the bytes of memory that reading a file takes, from its header: the values, and two copies of them.
+
+    Raises:
+        ValueError, struct.error, KeyError, InvalidArgument: the header is broken.
+    """
+    if kind == "NPY":
+        shape, _, dtype, _ = npy_shape(data)
+        return _COPIES * math.prod(shape) * dtype.itemsize
+    return _COPIES * _page(data, struct.unpack_from(_order(data) + "I", data, 4)[0]).bytes
+
+
+def with_channels(photo: Photo, channels: int) -> Photo:
+    """Return a photo with the channels of a model's input; grey is repeated for a model of RGB.
+
+    Raises:
+        InvalidArgument: it has others.
+    """
+    own = photo.shape[2]
+    if own == channels:
+        return photo
+    if own == 1 and channels == RGB:
+        return cast("Photo", np.repeat(photo, RGB, 2))
+    photographed = own == RGB and photo.dtype == np.uint8
+    hint = ": send a TIFF or NPY file with these channels" if photographed and channels != 1 else ""
+    raise InvalidArgument(f"the image has {_count(own)}, and the model takes {channels}{hint}", field="image")
+
+
+def _count(channels: int) -> str:
+    return f"{channels} channel{'s' * (channels != 1)}"
+
+
+def as_unit(photo: Photo, value_range: tuple[float, float] | None) -> Map:
+    """Return the values of a photo as float32, with a range of them, or that of their type, as 0 to 1.
+
+    Args:
+        photo: the photo.
+        value_range: the values that become 0 and 1. Others become values outside of 0 to 1.
+    """
+    low, high = value_range or _RANGES[photo.dtype.name]
+    return (photo.astype(np.float32) - np.float32(low)) / np.float32(high - low)
+
+
+def normalised(values: Map, mean: Sequence[float], std: Sequence[float]) -> Map:
+    """Return values 0 to 1 [h,w,channels] minus the mean and divided by the standard deviation of each channel."""
+    return cast("Map", (values - np.asarray(mean, np.float32)) / np.asarray(std, np.float32))
+
+
+def denormalised(values: Map, mean: Sequence[float], std: Sequence[float]) -> Map:
+    """Return the values 0 to 1 [h,w,channels] of normalised ones."""
+    restored: Any = values * np.asarray(std, np.float32) + np.asarray(mean, np.float32)
+    return cast("Map", np.nan_to_num(restored))
+
+
+def picture(photo: Photo, bands: Sequence[int] = (), window: tuple[float, float] | None = None) -> Pixels:
+    """Return a photo as uint8 RGB.
+
+    Args:
+        photo: the photo.
+        bands: the channels to show, one as grey or three as RGB; empty for the first three if there are three, or else
+            the first.
+        window: the values that become black and white; None for 0 and 255 if the values have 8 bits, and otherwise for
+            the smallest and the largest value of these channels.
+
+    Raises:
+        InvalidArgument: the photo has no such channel.
+    """
+    own = photo.shape[2]
+    if photo.dtype == np.uint8 and own == RGB and not bands and window is None:
+        return cast("Pixels", photo)
+    if any(band >= own for band in bands):
+        raise InvalidArgument(f"the image has {_count(own)}, 0 to {own - 1}", field="rendering.bands")
+    shown = photo[:, :, list(bands) or ([0, 1, 2] if own >= RGB else [0])]
+    if shown.dtype != np.uint8 or window is not None:
+        low, high = window or (float(shown.min()), float(shown.max()))
+        scaled = (shown.astype(np.float32) - np.float32(low)) * np.float32(255 / max(high - low, _SMALLEST))
+        shown = scaled.round().clip(0, 255).astype(np.uint8)
+    return np.ascontiguousarray(np.broadcast_to(shown, (*shown.shape[:2], RGB)))

@@ -1,0 +1,281 @@
+"""Photos that are not 8-bit RGB: every value arrives as it was saved, and files that lie are refused."""
+
+import io
+import struct
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from PIL import Image, ImageOps
+from torchvision.transforms.v2 import InterpolationMode, functional
+
+from camserve_server.core.errors import InvalidArgument
+from camserve_server.core.limits import Limits
+from camserve_server.imaging import channels, images
+from camserve_server.imaging.values import Preprocess
+from methods.tools import error_ratio
+
+LIMITS = Limits()
+SIZE = (33, 47)
+
+
+def array(dtype, count=0):
+    """Return an array of noise [33,47] or [33,47,count] that uses the whole range of its type."""
+    noise = np.random.default_rng(count).random((*SIZE, count) if count else SIZE)
+    top = {"uint8": 255.99, "uint16": 65535.99, "float32": 3}[dtype]
+    return (noise * top).astype(dtype)
+
+
+def tiff(values, **options):
+    file = io.BytesIO()
+    tifffile.imwrite(file, values, **{"photometric": "minisblack", **options})
+    return file.getvalue()
+
+
+def saved(values, kind, **options):
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, kind, **options)
+    return file.getvalue()
+
+
+def npy(values):
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
+
+
+LAYOUTS = {
+    "strips": {},
+    "one row a strip": {"rowsperstrip": 1},
+    "tiles": {"tile": (16, 16)},
+    "deflate": {"compression": "zlib"},
+    "deflate with predictor": {"compression": "zlib", "predictor": 2},
+    "big-endian": {"byteorder": ">"},
+    "planes": {"planarconfig": "separate"},
+    "pages": {"metadata": None},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+def test_tiff_keeps_every_value_of_every_channel(dtype, layout):
+    if dtype == "float32" and layout == "deflate with predictor":
+        pytest.skip("tifffile writes this predictor for whole numbers alone")
+    for count in (1, 3, 4, 12):
+        values = array(dtype, count)
+        if count == 1:
+            file = tiff(
+                values[:, :, 0], **{name: value for name, value in LAYOUTS[layout].items() if name != "planarconfig"}
+            )
+        elif layout in ("planes", "pages"):
+            file = tiff(np.moveaxis(values, 2, 0), **LAYOUTS[layout])
+        else:
+            file = tiff(values, planarconfig="contig", **LAYOUTS[layout])
+
+        found = images.decode(file, LIMITS, count)
+
+        assert found.dtype == values.dtype
+        assert np.array_equal(found, values)
+        assert images.pixels_of(file, LIMITS) == values.shape[0] * values.shape[1]
+
+
+@pytest.mark.parametrize("compression", ["raw", "tiff_lzw", "tiff_deflate", "packbits"])
+@pytest.mark.parametrize(("dtype", "count"), [("uint8", 0), ("uint8", 3), ("uint16", 0), ("float32", 0)])
+def test_tiff_of_pillow_keeps_every_value(dtype, count, compression):
+    values = array(dtype, count)
+    found = images.decode(saved(values, "TIFF", compression=compression), LIMITS, count or 1)
+
+    assert np.array_equal(found, values.reshape(*SIZE, -1))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_of_a_tiff_is_applied_as_by_pillow(orientation):
+    exif = Image.Exif()
+    exif[274] = orientation
+    file = saved(array("uint16"), "TIFF", exif=exif)
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(file))))
+
+    assert np.array_equal(images.decode(file, LIMITS, 1)[:, :, 0], expected)
+
+
+def test_tiff_whose_zero_is_white_is_inverted():
+    values = array("uint16")
+
+    assert np.array_equal(images.decode(tiff(values, photometric="miniswhite"), LIMITS, 1)[:, :, 0], 65535 - values)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32", ">u2", ">f4"])
+def test_npy_keeps_every_value_of_every_channel(dtype):
+    for count in (0, 1, 3, 12):
+        values = array(np.dtype(dtype).newbyteorder("=").name, count).astype(dtype)
+        for saved_values in (values, np.asfortranarray(values)):
+            found = images.decode(npy(saved_values), LIMITS, count or 1)
+
+            assert found.dtype.isnative
+            assert np.array_equal(found, values.reshape(*SIZE, -1))
+
+
+def test_grey_png_keeps_16_bits_for_a_model_of_one_channel():
+    values = array("uint16")
+    file = saved(values, "PNG")
+
+    assert np.array_equal(images.decode(file, LIMITS, 1)[:, :, 0], values)
+    assert np.array_equal(images.decode(file, LIMITS), np.repeat((values >> 8).astype(np.uint8)[:, :, None], 3, 2))
+
+
+def test_photo_in_colour_becomes_grey_as_by_pillow():
+    values = array("uint8", 3)
+
+    found = images.decode(saved(values, "PNG"), LIMITS, 1)
+
+    assert np.array_equal(found[:, :, 0], np.asarray(Image.fromarray(values).convert("L")))
+
+
+def test_grey_is_repeated_and_alpha_dropped_for_a_model_of_rgb():
+    grey, colours = array("uint16"), array("uint16", 4)
+    with_alpha = tiff(colours, photometric="rgb", extrasamples=["unassalpha"])
+
+    assert np.array_equal(images.decode(tiff(grey), LIMITS), np.repeat(grey[:, :, None], 3, 2))
+    assert np.array_equal(images.decode(with_alpha, LIMITS), colours[:, :, :3])
+    assert np.array_equal(images.decode(with_alpha, LIMITS, 4), colours)
+
+
+def palette():
+    file = io.BytesIO()
+    Image.fromarray(array("uint8")).convert("P").save(file, "TIFF")
+    return file.getvalue()
+
+
+def with_nan():
+    values = array("float32", 12)
+    values[5, 6, 7] = np.nan
+    return values
+
+
+REFUSED = {
+    "channels": (
+        tiff(array("uint8", 4), planarconfig="contig"),
+        12,
+        "the image has 4 channels, and the model takes 12",
+    ),
+    "one channel": (tiff(array("uint8")), 12, "the image has 1 channel, and the model takes 12"),
+    "photo": (saved(array("uint8", 3), "PNG"), 12, "takes 12: send a TIFF or NPY file with these channels"),
+    "colours": (npy(array("uint8", 3)), 1, "the image has 3 channels, and the model takes 1"),
+    "nan": (npy(with_nan()), 12, "the image has pixels that are NaN or infinite"),
+    "nan in a TIFF": (tiff(with_nan(), planarconfig="contig"), 12, "pixels that are NaN or infinite"),
+    "type": (npy(np.zeros(SIZE)), 1, "values of type float64: uint8, uint16 and float32 are accepted"),
+    "type in a TIFF": (tiff(np.zeros(SIZE, np.int16)), 1, "values of type int16: uint8, uint16 and float32"),
+    "objects": (npy(np.zeros(SIZE, object)), 1, "values of type object"),
+    "shape": (npy(np.zeros((1, 2, 3, 4), np.uint8)), 3, r"the shape \(1, 2, 3, 4\): \[height, width\] or"),
+    "empty": (npy(np.zeros((0, 4), np.uint8)), 3, "the shape"),
+    "palette": (palette(), 3, "without a palette"),
+    "cut NPY": (npy(array("uint8"))[:-1], 1, "the NPY file is truncated or broken"),
+    "long NPY": (npy(array("uint8")) + b"0", 1, "the NPY file is truncated or broken"),
+    "cut TIFF": (tiff(array("uint16"))[:2000], 1, "the TIFF file is truncated or broken"),
+    "cut deflate": (tiff(array("uint16"), compression="zlib")[:-900], 1, "the TIFF file is truncated or broken"),
+    "compression": (tiff(array("uint8"), compression="lzma"), 1, "save it without compression, or with deflate"),
+    "side": (npy(np.zeros((1, 20000), np.uint8)), 1, "16,384 on a side are accepted"),
+}
+
+
+@pytest.mark.parametrize(("file", "count", "words"), REFUSED.values(), ids=REFUSED)
+def test_file_that_does_not_fit_is_refused_with_a_reason(file, count, words):
+    with pytest.raises(InvalidArgument, match=words) as caught:
+        images.decode(file, LIMITS, count)
+
+    assert caught.value.field == "image"
+
+
+def tag(file, code, value, count=None):
+    """Change the value of a tag of a little-endian TIFF, and how many values it claims to have."""
+    (start,) = struct.unpack_from("<I", file, 4)
+    for at in range(start + 2, start + 2 + 12 * struct.unpack_from("<H", file, start)[0], 12):
+        if struct.unpack_from("<H", file, at)[0] == code:
+            entry = struct.pack("<HHII", code, 4, 1 if count is None else count, value)
+            return file[:at] + entry + file[at + 12 :]
+    raise AssertionError(code)
+
+
+def inflating():
+    """Return a TIFF of 64 x 64 pixels whose only strip inflates to 64 MB."""
+    file = tiff(np.zeros((64, 64), np.uint8), compression="zlib")
+    bomb = zlib.compress(bytes(64 << 20))
+    start = len(file) + len(file) % 2
+    return tag(tag(file, 273, start), 279, len(bomb)).ljust(start, b"\0") + bomb
+
+
+BOMBS = {
+    "a strip that inflates": (inflating(), "truncated or broken"),
+    "many channels": (tag(tiff(np.zeros((64, 64), np.uint8)), 277, 60_000), "is accepted|are accepted|broken"),
+    "a large tile": (
+        tag(tiff(np.zeros((64, 64), np.uint8), compression="zlib", tile=(16, 16)), 322, 1 << 20),
+        "accepted|broken",
+    ),
+    "a tag with many values": (tag(tiff(np.zeros((64, 64), np.uint8)), 273, 8, count=1 << 30), "broken"),
+    "a large array": (
+        npy(np.zeros((2, 2, 12), np.float32)).replace(b"(2, 2, 12)", b"(16384, 1024, 12)"),
+        "takes 805,306,368 bytes, and 50,331,648 are accepted",
+    ),
+}
+
+
+@pytest.mark.parametrize(("file", "words"), BOMBS.values(), ids=BOMBS)
+def test_bomb_is_refused_with_little_memory(file, words):
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidArgument, match=words):
+            images.decode(file, LIMITS, 12 if b"NUMPY" in file[:8] else 1)
+        assert tracemalloc.get_traced_memory()[1] < (4 << 20)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize(("dtype", "count"), [("uint16", 1), ("float32", 12), ("uint16", 3)])
+def test_input_equals_torchvision_in_float64(dtype, count, interpolation):
+    values, mean, std = array(dtype, count), tuple(np.linspace(0.2, 0.5, count)), tuple(np.linspace(0.1, 0.4, count))
+    values_of_unit = (-0.5, 2.5) if dtype == "float32" else None
+    preprocess = Preprocess((16, 16), 20, interpolation, mean, std, value_range=values_of_unit)
+    low, high = values_of_unit or (0, 65535)
+
+    def torchvision_input(precision):
+        unit = (torch.from_numpy(values.astype(np.float64)).to(precision) - low) / (high - low)
+        resized = functional.resize(unit.permute(2, 0, 1), [20], InterpolationMode(interpolation), antialias=True)
+        return functional.normalize(functional.center_crop(resized, [16, 16]), mean, std).permute(1, 2, 0).numpy()
+
+    found, box = images.fit(values, preprocess)
+
+    assert found.dtype == np.float32
+    assert error_ratio(found, torchvision_input(torch.float32), torchvision_input(torch.float64)) <= 1
+    assert box.bottom - box.top == pytest.approx(16 * 33 / 20)
+
+
+def test_constant_values_and_windows_of_no_width_give_a_black_picture():
+    assert not channels.picture(np.full((4, 5, 1), 7, np.uint16)).any()
+
+
+@pytest.mark.parametrize("bands", [(11,), (3, 0, 7)])
+def test_picture_shows_the_chosen_channels_in_the_window(bands):
+    values, low, high = array("uint16", 12), 10_000, 50_000
+
+    found = channels.picture(values, bands, (low, high))
+
+    expected = np.clip((values[:, :, list(bands)].astype(np.float64) - low) / (high - low) * 255, 0, 255)
+    assert found.shape == (*SIZE, 3)
+    assert np.abs(found - expected).max() <= 0.501
+
+
+def test_picture_of_a_photo_in_rgb_is_the_photo_itself():
+    photo = array("uint8", 3)
+
+    assert channels.picture(photo) is photo
+
+
+def test_channel_that_the_photo_does_not_have_is_refused():
+    with pytest.raises(InvalidArgument, match="the image has 3 channels, 0 to 2") as caught:
+        channels.picture(array("uint8", 3), (3,))
+
+    assert caught.value.field == "rendering.bands"
