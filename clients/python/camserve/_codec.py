@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Required, TypeAlias, TypedDict, TypeGuard
 import numpy as np
 from PIL import Image
 
-from camserve import _local, _picture, _regions, _rendering, _targets
+from camserve import _interventions, _local, _picture, _regions, _rendering, _targets
 from camserve._checks import check_range, invalid, look_up
 from camserve._errors import CamserveError, ErrorDetails, Internal, InvalidArgument, join_faults, make, status_code
 from camserve._picture import Box, Photo, Picture
@@ -27,6 +27,7 @@ from camserve.v1 import explain_pb2, models_pb2
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from camserve._interventions import Intervention
     from camserve._targets import TargetLike
     from camserve._values import RegionsLike
 
@@ -109,6 +110,10 @@ class ExplainOptions(TypedDict, total=False):
         texts: Texts that are the classes of this request, up to 1000, for models that compare images
             with texts, such as CLIP: ``result.predictions`` are then these texts, and targets may name
             them as labels. Default: the labels of the model.
+        interventions: Changes to what layers return while the request is computed, up to 16, in this
+            order: ``silence(layer, channels)``, ``scale``, ``clamp``, ``replace_mean`` or
+            ``clip_gradient``. ``result.predictions`` are those of the changed model, and
+            ``result.unchanged_predictions`` those of the model itself. Default: none.
     """
 
     model: str | None
@@ -137,6 +142,7 @@ class ExplainOptions(TypedDict, total=False):
     regions: RegionsLike
     class_map: bool
     texts: Sequence[str]
+    interventions: Sequence[Intervention]
 
 
 class ImageWithOptions(ExplainOptions):
@@ -183,6 +189,7 @@ class ExplainRequestBuilder:
     regions: RegionsLike = False
     class_map: bool = False
     texts: Sequence[str] = ()
+    interventions: Sequence[Intervention] = ()
 
     def request(self) -> explain_pb2.ExplainRequest:
         """Return the request without its image.
@@ -212,6 +219,7 @@ class ExplainRequestBuilder:
             fusion=look_up(_FUSIONS, self.fusion, "fusion"),
             class_map=self.class_map,
             texts=texts_of(self.texts),
+            interventions=_interventions.encode(self.interventions),
         )
 
 
@@ -339,7 +347,8 @@ def result(response: explain_pb2.ExplainResponse, targets: Sequence[explain_pb2.
     Raises:
         Internal: The response is invalid, such as a raw map without the declared number of values.
     """
-    if len(response.explanations) > _MAX_EXPLANATIONS or len(response.predictions) > _MAX_PREDICTIONS:
+    predictions = max(len(response.predictions), len(response.unchanged_predictions))
+    if len(response.explanations) > _MAX_EXPLANATIONS or predictions > _MAX_PREDICTIONS:
         raise Internal("the server sent more explanations or predictions than a request can ask for")
     photo = _decode_photo(response.photo)
     timing = response.timing
@@ -362,6 +371,7 @@ def result(response: explain_pb2.ExplainResponse, targets: Sequence[explain_pb2.
             timing.batch_rows,
         ),
         class_map=_decode_class_map(response.class_map) if response.HasField("class_map") else None,
+        unchanged_predictions=tuple(map(_decode_prediction, response.unchanged_predictions)),
     )
 
 
@@ -412,13 +422,14 @@ def _decode_receipt(
     if not response.HasField("receipt"):
         return None
     receipt = response.receipt
-    lists = ("versions", "texts")
+    lists = ("versions", "texts", "interventions")
     names = [descriptor.name for descriptor in receipt.DESCRIPTOR.fields if descriptor.name not in lists]
     return Receipt(
         **{name: getattr(receipt, name) for name in names},
         model=response.model,
         versions=dict(receipt.versions),
         texts=tuple(receipt.texts),
+        interventions=tuple(map(_interventions.decode, receipt.interventions)),
         method=message.method,
         parameters={name: value(parameter) for name, parameter in message.parameters.items()},
         augmentation_smoothing=message.augmentation_smoothing,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from google.protobuf import json_format
 
-from camserve import _local
+from camserve import _interventions, _local
 from camserve._errors import InvalidArgument
 from camserve._result import Verdict
 from camserve.v1 import explain_pb2
@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from camserve._interventions import Intervention
+
 FORMAT = "camserve receipt 1"
 
 FUSIONS = ("mean", "max", "product", "sum")
+
+_OPTIONAL = ("texts", "interventions")  # fields that a receipt lacks where they are empty
 
 _FORMAT_NAME = FORMAT.rpartition(" ")[0]
 _MAX_SHOWN = 60  # characters of a value in an error message
@@ -57,6 +61,7 @@ class Receipt:
         verdict: Result of the check that the map can be read as an explanation.
         heatmap: The raw map, float32 [h, w]; None if it was not requested.
         texts: The texts that were the model's classes, if it compares images with texts.
+        interventions: The changes to what layers returned.
     """
 
     model: str
@@ -79,6 +84,7 @@ class Receipt:
     verdict: Verdict
     heatmap: NDArray[np.float32] | None = field(repr=False)
     texts: tuple[str, ...] = field(default=(), repr=False)
+    interventions: tuple[Intervention, ...] = ()
 
     @property
     def heatmap_sha256(self) -> str | None:
@@ -91,8 +97,10 @@ class Receipt:
         content["score"] = _json_number(self.score)
         content["parameters"] = {name: _json_number(value) for name, value in self.parameters.items()}
         content["heatmap"] = None if self.heatmap is None else _json_map(self.heatmap)
-        if not self.texts:  # a receipt without texts can be read by older clients
-            del content["texts"]
+        content["interventions"] = [_interventions.to_json(each) for each in self.interventions]
+        for name in _OPTIONAL:  # a receipt without them is as older clients write it
+            if not content[name]:
+                del content[name]
         return json.dumps({"format": FORMAT, **content}, indent=2, ensure_ascii=False, allow_nan=False)
 
     @staticmethod
@@ -191,7 +199,7 @@ def _check_format(name: object) -> None:
 
 def _read_field(name: str, content: Mapping[str, Any]) -> Any:
     expected, read = _READERS.get(name, _STRING)
-    if name == "texts" and name not in content:
+    if name in _OPTIONAL and name not in content:
         return ()
     if name not in content:
         raise InvalidArgument(f'the receipt has no "{name}"')
@@ -234,6 +242,10 @@ def _read_strings(value: object) -> tuple[str, ...]:
     return tuple(map(_instance_of(str), _instance_of(list)(value)))
 
 
+def _read_interventions(value: object) -> tuple[Intervention, ...]:
+    return tuple(map(_interventions.from_json, _instance_of(list)(value)))
+
+
 def _read_fusion(value: object) -> object:
     if value is not None and value not in FUSIONS:
         raise TypeError
@@ -262,6 +274,7 @@ _READERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "eigen_smoothing": ("true or false", _instance_of(bool)),
     "layers": ("a list of names", _read_strings),
     "texts": ("a list of texts", _read_strings),
+    "interventions": ("a list of interventions", _read_interventions),
     "fusion": (f"null, {', '.join(FUSIONS)}", _read_fusion),
     "target": ("a target", _read_target),
     "score": ("a number", _read_number),

@@ -97,6 +97,7 @@ def request(receipt: Receipt) -> explain_pb2.ExplainRequest:
         layers=receipt.layers,
         fusion=receipt.fusion,
         texts=receipt.texts,
+        interventions=receipt.interventions,
     ).request()
     request.targets.append(target_message(receipt.target))
     return request

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from camserve_server.core.arrays import Input
-from camserve_server.models.values import ModelInfo
+from camserve_server.models.values import Intervention, ModelInfo
 
 _PACKAGES = ("camserve", "torch", "torchvision", "timm", "numpy", "opencv-python-headless")
 
@@ -29,6 +29,7 @@ class Receipt:
         input_sha256: SHA-256 of the model's input, uint8 [h,w,3], hexadecimal.
         versions: versions of the software, by package name.
         texts: the texts that were the model's classes; none if its classes were its own.
+        interventions: the changes to what layers returned.
     """
 
     source: str
@@ -40,15 +41,17 @@ class Receipt:
     input_sha256: str
     versions: Mapping[str, str]
     texts: tuple[str, ...] = ()
+    interventions: tuple[Intervention, ...] = ()
 
 
-def receipt_of(model: ModelInfo, image: bytes, seen: Input) -> Receipt:
+def receipt_of(model: ModelInfo, image: bytes, seen: Input, interventions: tuple[Intervention, ...] = ()) -> Receipt:
     """Return the receipt of a request.
 
     Args:
         model: the model that computed the result.
         image: the encoded photo.
         seen: the model's input made from the photo.
+        interventions: the changes to what layers returned.
     """
     return Receipt(
         source=model.source,
@@ -60,6 +63,7 @@ def receipt_of(model: ModelInfo, image: bytes, seen: Input) -> Receipt:
         input_sha256=hashlib.sha256(np.ascontiguousarray(seen).data).hexdigest(),
         versions=_versions(),
         texts=model.texts,
+        interventions=interventions,
     )
 
 
