@@ -180,7 +180,8 @@ def check_channels(intervention: Intervention, count: int, path: str) -> None:
 
 
 def _limit(values: Tensor, intervention: Intervention, _axis: int) -> Tensor:
-    return values.clamp(intervention.minimum, intervention.maximum)
+    # A copy, because autograd keeps it, and the model may change its own tensor in place before the backward pass.
+    return values.clone().clamp(intervention.minimum, intervention.maximum)
 
 
 def _mean(values: Tensor, _intervention: Intervention, axis: int) -> Tensor:
