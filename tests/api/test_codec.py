@@ -88,6 +88,14 @@ MODELS = {
     ),
     "rich": replace(model("rich"), embedding="head"),
     "lonely": model("lonely", classes=1),
+    "odd": replace(
+        model("odd"),
+        layers={
+            **NET.layers,
+            "table": LayerInfo("table", "Table", (), 0, 1, None, "it returns no tensor of numbers"),
+            "volume": LayerInfo("volume", "Conv3d", (1, 4, 2, 7, 7), 0, 1, None, NO_GRID),
+        },
+    ),
 }
 
 
@@ -101,6 +109,10 @@ def method(name, **parameters):
         for key, value in parameters.items()
     }
     return explain_pb2.Method(name=name, parameters=values)
+
+
+def changed(layer="stem", **fields):
+    return {"interventions": [explain_pb2.Intervention(layer=layer, **fields)]}
 
 
 def index(value):
@@ -544,6 +556,77 @@ WRONG |= {
         "targets[0].label",
         ['did you mean "a cat"'],
     ),
+    "a change to no layer": (changed("stem.cnv", scale=2), NotFound, "interventions[0].layer", ['"stem.conv"']),
+    "no change": (changed(), InvalidArgument, "interventions[0]", ["one of silence, scale, clamp"]),
+    "silence that is false": (changed(silence=False), InvalidArgument, "interventions[0].silence", ["true"]),
+    "a mean that is false": (changed(replace_mean=False), InvalidArgument, "interventions[0].replace_mean", ["true"]),
+    "channel 99": (
+        changed(silence=True, channels=[1, 99]),
+        InvalidArgument,
+        "interventions[0].channels",
+        ['no channel 99: layer "stem" has 4 channels, from 0'],
+    ),
+    "a channel named twice": (
+        changed(silence=True, channels=[1, 2, 1]),
+        InvalidArgument,
+        "interventions[0].channels",
+        ["twice"],
+    ),
+    "too many channels": (
+        changed(silence=True, channels=range(8193)),
+        InvalidArgument,
+        "interventions[0].channels",
+        ["8193", "8192 is the limit"],
+    ),
+    "too many changes": (
+        {"interventions": [explain_pb2.Intervention(layer="stem", scale=2)] * 17},
+        InvalidArgument,
+        "interventions",
+        ["17 interventions, and 16 is the limit"],
+    ),
+    "a clamp of nothing": (changed(clamp={}), InvalidArgument, "interventions[0].clamp", ["a minimum, a maximum"]),
+    "a clamp the wrong way": (
+        changed(clamp={"minimum": 2, "maximum": 1}),
+        InvalidArgument,
+        "interventions[0].clamp",
+        ["the minimum 2 is greater than the maximum 1"],
+    ),
+    "a scale that is no number": (
+        changed(scale=math.nan),
+        InvalidArgument,
+        "interventions[0].scale",
+        ["a finite number, not nan"],
+    ),
+    "a gradient of nothing": (
+        changed(clip_gradient=0),
+        InvalidArgument,
+        "interventions[0].clip_gradient",
+        ["greater than 0, not 0"],
+    ),
+    "a gradient at an input": (
+        changed(clip_gradient=1, input=True),
+        InvalidArgument,
+        "interventions[0].input",
+        ["at a layer's output"],
+    ),
+    "a mean without a grid": (
+        changed("head", replace_mean=True),
+        FailedPrecondition,
+        "interventions[0].replace_mean",
+        ["no grid to take the mean over"],
+    ),
+    "a layer without a tensor": (
+        {"model": "odd", **changed("table", silence=True)},
+        FailedPrecondition,
+        "interventions[0].layer",
+        ["cannot be changed: it returns no tensor"],
+    ),
+    "a layer with five axes": (
+        {"model": "odd", **changed("volume", silence=True)},
+        FailedPrecondition,
+        "interventions[0].layer",
+        ["unknown: its output has 5 axes"],
+    ),
     "no target for vectors": ({"model": "vectors"}, FailedPrecondition, "targets", ["similarity(...)"]),
     "a likeness without an embedding": (
         likeness("resnet50"),
@@ -653,6 +736,13 @@ def test_module_named_pyramid_is_a_layer():
     order = codec.read_explanation(explain_pb2.ExplainRequest(layers=["pyramid"]), {"net": net}, Limits())
 
     assert (order.job.layers, order.job.fusion, order.job.pyramid) == (("pyramid",), None, False)
+
+
+def test_interventions_cost_one_more_row():
+    """The row of the model without them, whose predictions are returned too."""
+    assert ask().job.rows == 1
+    assert ask(interventions=CHANGES).job.rows == 2
+    assert ask(interventions=CHANGES, methods=[method("smoothgrad", samples=8)]).job.rows == 10
 
 
 def test_methods_and_layers_of_one_pass_cost_one_row_for_each_target():
@@ -774,6 +864,11 @@ NUMBERS = {
     "fusion": (0, 4, lambda v: {"fusion": v}),
     "value_range.minimum": (-LARGEST, 1.5, lambda v: {"value_range": {"minimum": v, "maximum": 2}}),
     "value_range.maximum": (2, LARGEST, lambda v: {"value_range": {"minimum": 1.5, "maximum": v}}),
+    "interventions.channels": (0, 3, lambda v: changed(silence=True, channels=[v])),
+    "interventions.scale": (-LARGEST, LARGEST, lambda v: changed(scale=v)),
+    "interventions.clamp.minimum": (-LARGEST, LARGEST, lambda v: changed(clamp={"minimum": v})),
+    "interventions.clamp.maximum": (-LARGEST, LARGEST, lambda v: changed(clamp={"maximum": v})),
+    "interventions.clip_gradient": (SMALLEST, LARGEST, lambda v: changed(clip_gradient=v)),
 }
 ZERO_IS_ABSENT = {"rendering.max_side", "rendering.quality"}
 SAME_CLASS = {
@@ -844,8 +939,17 @@ def finding(heatmap=None, verdict=Verdict.OK, target=ClassTarget(1), **rest):  #
     return Explanation(call, rest.get("layer", ""), target, rest.get("score", 1.5), heatmap, verdict)
 
 
+CHANGES = (
+    explain_pb2.Intervention(layer="stem", channels=[0, 3], silence=True),
+    explain_pb2.Intervention(layer="head", input=True, scale=-0.5),
+    explain_pb2.Intervention(layer="stem", clamp={"minimum": -1}),
+    explain_pb2.Intervention(layer="stem", clamp={"minimum": 0, "maximum": 0}),
+    explain_pb2.Intervention(layer="features", replace_mean=True),
+    explain_pb2.Intervention(layer="features", clip_gradient=2),
+)
 RECEIPT = Receipt(
-    "timm:resnet50", "default", "d1", "float32", "cpu", "d2", "d3", {"torch": "2.11"}, ("a cat",), (0.0, 4095.0)
+    *("timm:resnet50", "default", "d1", "float32", "cpu", "d2", "d3", {"torch": "2.11"}, ("a cat",), (0.0, 4095.0)),
+    ask(interventions=CHANGES).job.interventions,
 )
 
 
@@ -1075,8 +1179,8 @@ def test_response_has_the_complete_receipt():
     sent = reply().receipt
 
     values = explain_pb2.ValueRange(minimum=0, maximum=4095)
-    expected = asdict(RECEIPT) | {"texts": ["a cat"], "value_range": values}
-    assert {name: getattr(sent, name) for name in asdict(RECEIPT)} == expected
+    messages = {"texts": ["a cat"], "value_range": values, "interventions": list(CHANGES)}
+    assert {name: getattr(sent, name) for name in asdict(RECEIPT)} == asdict(RECEIPT) | messages
     assert {field.name for field in sent.DESCRIPTOR.fields} == set(asdict(RECEIPT))
 
 

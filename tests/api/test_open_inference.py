@@ -100,6 +100,7 @@ def test_every_parameter_is_decoded_into_its_field(served):
         "target": "owl",
         "texts": "an owl\na cat",
         "layer": "0",
+        "interventions": '[{"layer": "0", "channels": [1], "silence": true}, {"layer": "1", "scale": 0.5}]',
         "augmentation_smoothing": True,
         "eigen_smoothing": False,
         "overlay": "png",
@@ -127,6 +128,10 @@ def test_every_parameter_is_decoded_into_its_field(served):
         targets=[explain_pb2.Target(label="owl")],
         layers=["0"],
         texts=["an owl", "a cat"],
+        interventions=[
+            explain_pb2.Intervention(layer="0", channels=[1], silence=True),
+            explain_pb2.Intervention(layer="1", scale=0.5),
+        ],
         rendering=explain_pb2.Rendering(
             overlay=explain_pb2.IMAGE_FORMAT_PNG,
             colormap="turbo",

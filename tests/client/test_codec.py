@@ -72,6 +72,7 @@ def test_every_option_reaches_the_request() -> None:
         fade=True,
         regions=camserve.RegionOptions(mass=0.5, max_regions=2, draw=True, masks=True),
         class_map=True,
+        interventions=[camserve.silence("l", channels=[3])],
     )
     assert everything == {
         "model": "m",
@@ -98,6 +99,7 @@ def test_every_option_reaches_the_request() -> None:
         "max_predictions": 0,
         "fusion": "FUSION_MAX",
         "class_map": True,
+        "interventions": [{"layer": "l", "channels": [3], "silence": True}],
     }
 
 

@@ -61,6 +61,7 @@ def edit(receipt, **changes):
         {"methods": camserve.Method("refinecam", augmentation_smoothing=True)},
         {"layers": ["layer3", "layer4"], "fusion": "max"},
         {"targets": camserve.similarity(PHOTOS["coffee"]), "layers": ["layer4"]},
+        {"interventions": [camserve.silence("layer3", [1, 2]), camserve.clip_gradient("layer4", 0.01)]},
     ],
 )
 def test_receipt_is_replayed_byte_for_byte(client, options):

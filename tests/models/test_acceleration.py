@@ -20,7 +20,7 @@ from camserve_server.models import ModelSpec, digest, parse
 from camserve_server.models.acceleration import onednn
 from camserve_server.models.acceleration.attention import attend
 from camserve_server.models.hooks import hook_count
-from camserve_server.models.values import Pass, Randomised
+from camserve_server.models.values import Intervention, Pass, Randomised
 from camserve_server.targets.values import ClassTarget, RankTarget
 from fake_gpu import Convolutions, FakeGpu, fake_gpu
 from methods.tools import CAMS, Toy, call, error_ratio, exact, gap, inputs, noise, plain, run, worst_error_ratio
@@ -98,6 +98,11 @@ def test_earlier_layers_are_captured_in_the_model(zoo):
     assert zoo.for_pass(Pass(zoo.info.name, "cam", (64, 64), (before, zoo.info.default_layer))) is zoo
     assert zoo.for_pass(Pass(zoo.info.name, "saliency", (64, 64))) is zoo
     assert zoo.for_pass(Pass(zoo.info.name, "score", (64, 64))).module is zoo.accelerated.module
+
+
+def test_pass_with_interventions_runs_in_the_model(zoo):
+    change = Intervention(zoo.info.default_layer, "scale", factor=0.5)
+    assert zoo.for_pass(Pass(zoo.info.name, "score", (64, 64), interventions=(change,))) is zoo
 
 
 def test_pass_with_random_weights_runs_in_the_model(resnet):

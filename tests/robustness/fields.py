@@ -103,7 +103,7 @@ def field_paths(rpc, kind=None, chain=()):
 
 
 ALL = [entry for rpc in RPCS for entry in field_paths(rpc)]
-NUMBERS = [entry for entry in ALL if entry.field.type in WHOLE | PARTED]
+NUMBERS = [entry for entry in ALL if entry.field.type in WHOLE | PARTED and not entry.field.is_repeated]
 TEXTS = [entry for entry in ALL if entry.field.type == Kind.TYPE_STRING and not entry.field.is_repeated]
 LISTS = [entry for entry in ALL if entry.field.is_repeated]
 KNOWN = WHOLE | PARTED | FLAGS | {Kind.TYPE_STRING, Kind.TYPE_MESSAGE}
@@ -140,6 +140,7 @@ def valid_request(entry):
     if "image" in inner.DESCRIPTOR.fields_by_name:
         inner.image = PHOTO
     _set_target(inner, entry)
+    _set_intervention(inner, entry)
     if entry.rpc == "ExtractFeatures":
         request.raw = True
     if entry.rpc in {"LoadModel", "UnloadModel"}:
@@ -169,6 +170,11 @@ def _set_target(request, entry):
                 getattr(request.target, part).ClearField(box)
 
 
+def _set_intervention(request, entry):
+    if "interventions" in [field.name for field in entry.chain]:
+        request.interventions.add(layer="1", scale=0.5)
+
+
 def put(request, entry, value):
     """Set the field to a value; return the request."""
     message = request
@@ -194,6 +200,8 @@ def fill(request, entry, count, key="p"):
     if is_map(entry.field):
         for number in range(count):
             items[f"{key}{number}"].number = 1
+    elif entry.field.type in WHOLE:
+        items.extend(range(count))
     elif entry.field.message_type is None:
         items.extend(f"name{number}" for number in range(count))
     else:

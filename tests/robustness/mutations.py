@@ -92,9 +92,15 @@ def requests():
         overlay=2, profile="PROFILE_SIGNED", contour_lines=3, color_bar=True, threshold_quantile=0.5, regions=regions
     )
     drawn = explain_pb2.ExplainRequest(image=image, rendering=rendering, class_map=True)
+    changes = [
+        explain_pb2.Intervention(layer="0", channels=[1, 2], silence=True),
+        explain_pb2.Intervention(layer="1", clamp=explain_pb2.Clamp(minimum=0, maximum=6), input=True),
+        explain_pb2.Intervention(layer="1", clip_gradient=1),
+    ]
+    changed = explain_pb2.ExplainRequest(model="tiny", image=image, interventions=changes)
     item = explain_pb2.ExplainStreamRequest(request_id="one", request=plain)
     messages = {
-        "Explain": (plain, methods, targets, drawn),
+        "Explain": (plain, methods, targets, drawn, changed),
         "ExplainStream": (item,),
         "EstimateCost": (explain_pb2.EstimateCostRequest(explain=methods),),
         "Evaluate": (evaluation,),

@@ -55,13 +55,23 @@ CAPS = {
     "RegionOptions.quantile": 1,
     "RegionOptions.mass": 1,
     "RegionOptions.max_regions": 64,
+    "Intervention.scale": LARGEST,
+    "Intervention.clip_gradient": LARGEST,
+    "Clamp.minimum": LARGEST,
+    "Clamp.maximum": LARGEST,
     "ExtractFeaturesRequest.rank": max(explain_pb2.ChannelRank.values()),
     "ExtractFeaturesRequest.top": LIMITS.channels,
     "ExtractFeaturesRequest.picture": max(explain_pb2.ImageFormat.values()),
 }
 """The largest number that each field accepts."""
 
+NUMBERS_OF_LAYERS = ("Intervention.scale", "Clamp.minimum", "Clamp.maximum")
+"""Fields that accept any finite number: those of a layer's values."""
+
 LEGAL = {
+    **{(name, value): "any finite value" for name in NUMBERS_OF_LAYERS for value in ("-1", "0", "cap + 1", "2^31 - 1")},
+    ("Intervention.clip_gradient", "cap + 1"): "the cap, as float32",
+    ("Intervention.clip_gradient", "2^31 - 1"): "any limit",
     ("ExplainRequest.max_predictions", "0"): "no predictions",
     ("ExplainRequest.fusion", "0"): "unset: no fusion",
     ("Target.class_index", "0"): "the first class",

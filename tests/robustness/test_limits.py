@@ -122,6 +122,8 @@ def request_limits():
         ("classes that a FinerCAM target is compared with", f"{limits.against}", "", f"{INVALID}, its `finer.against`"),
         ("layers to explain", f"{limits.layers}", "", f"{INVALID}, `layers`"),
         ("layers to measure", f"{limits.inspected:,}", "", f"{INVALID}, `layers`"),
+        ("interventions", f"{limits.interventions}", "", f"{INVALID}, `interventions`"),
+        ("channels that an intervention names", f"{limits.changed_channels:,}", "", f"{INVALID}, its `channels`"),
         ("predictions", f"{limits.predictions:,}", "", f"{INVALID}, `max_predictions`"),
         ("channels of a layer", f"{limits.channels}", "", f"{INVALID}, `top`"),
         ("raw maps of these channels", mib(limits.raw_bytes), "", f"{INVALID}, `top`"),

@@ -32,6 +32,7 @@ from camserve._errors import (
 from camserve._evaluation import Curve, Evaluation, Metric, MetricInfo, Reading
 from camserve._inspection import Channel, Features, Inspection, LayerReading, Statistics
 from camserve._inspection_codec import FeaturesOptions, InspectOptions
+from camserve._interventions import Intervention, clamp, clip_gradient, replace_mean, scale, silence
 from camserve._metrics import MetricLike
 from camserve._picture import Box, Photo, Picture
 from camserve._receipts import Receipt
@@ -105,6 +106,7 @@ __all__ = [
     "InspectOptions",
     "Inspection",
     "Internal",
+    "Intervention",
     "InvalidArgument",
     "Layer",
     "LayerReading",
@@ -144,12 +146,17 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "Verdict",
+    "clamp",
+    "clip_gradient",
     "contrast",
     "detection",
     "finer",
     "mask",
     "probability",
+    "replace_mean",
+    "scale",
     "segment",
+    "silence",
     "similarity",
     "text",
 ]

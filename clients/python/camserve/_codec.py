@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Required, TypeAlias, TypedDict, TypeGuard
 import numpy as np
 from PIL import Image
 
-from camserve import _local, _picture, _regions, _rendering, _targets
+from camserve import _interventions, _local, _picture, _regions, _rendering, _targets
 from camserve._checks import check_range, invalid, look_up
 from camserve._errors import CamserveError, ErrorDetails, Internal, InvalidArgument, join_faults, make, status_code
 from camserve._picture import Box, Photo, Picture
@@ -27,13 +27,12 @@ from camserve.v1 import explain_pb2, models_pb2
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from camserve._interventions import Intervention
     from camserve._targets import TargetLike
     from camserve._values import RegionsLike
 
-ImageLike: TypeAlias = (
-    "str | os.PathLike[str] | bytes | bytearray | memoryview | Image.Image | "
-    "NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.float32]"
-)
+_Value: TypeAlias = "np.uint8 | np.uint16 | np.float32"  # of a pixel
+ImageLike: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | Image.Image | NDArray[_Value]"
 MethodLike: TypeAlias = "str | Method | tuple[str, Mapping[str, float | str]]"
 
 FORMAT_NAMES = {number: name for name, number in _rendering.FORMATS.items() if name}
@@ -119,6 +118,10 @@ class ExplainOptions(TypedDict, total=False):
             Default: the first three, or the first if there are fewer.
         window: Centre and width of the values of the photo to show, from black to white. Default: all
             values of 8 bits, otherwise from the smallest to the largest value.
+        interventions: Changes to what layers return while the request is computed, up to 16, in this
+            order: ``silence(layer, channels)``, ``scale``, ``clamp``, ``replace_mean`` or
+            ``clip_gradient``. ``result.predictions`` are those of the changed model, and
+            ``result.unchanged_predictions`` those of the model itself. Default: none.
     """
 
     model: str | None
@@ -150,6 +153,7 @@ class ExplainOptions(TypedDict, total=False):
     value_range: tuple[float, float] | None
     bands: Sequence[int]
     window: tuple[float, float] | None
+    interventions: Sequence[Intervention]
 
 
 class ImageWithOptions(ExplainOptions):
@@ -199,6 +203,7 @@ class ExplainRequestBuilder:
     value_range: tuple[float, float] | None = None
     bands: Sequence[int] = ()
     window: tuple[float, float] | None = None
+    interventions: Sequence[Intervention] = ()
 
     def request(self) -> explain_pb2.ExplainRequest:
         """Return the request without its image.
@@ -229,6 +234,7 @@ class ExplainRequestBuilder:
             class_map=self.class_map,
             texts=texts_of(self.texts),
             value_range=range_of(self.value_range),
+            interventions=_interventions.encode(self.interventions),
         )
 
 
@@ -370,7 +376,8 @@ def result(response: explain_pb2.ExplainResponse, targets: Sequence[explain_pb2.
     Raises:
         Internal: The response is invalid, such as a raw map without the declared number of values.
     """
-    if len(response.explanations) > _MAX_EXPLANATIONS or len(response.predictions) > _MAX_PREDICTIONS:
+    predictions = max(len(response.predictions), len(response.unchanged_predictions))
+    if len(response.explanations) > _MAX_EXPLANATIONS or predictions > _MAX_PREDICTIONS:
         raise Internal("the server sent more explanations or predictions than a request can ask for")
     photo = _decode_photo(response.photo)
     timing = response.timing
@@ -393,6 +400,7 @@ def result(response: explain_pb2.ExplainResponse, targets: Sequence[explain_pb2.
             timing.batch_rows,
         ),
         class_map=_decode_class_map(response.class_map) if response.HasField("class_map") else None,
+        unchanged_predictions=tuple(map(_decode_prediction, response.unchanged_predictions)),
     )
 
 
@@ -443,7 +451,7 @@ def _decode_receipt(
     if not response.HasField("receipt"):
         return None
     receipt, values = response.receipt, response.receipt.value_range
-    converted = ("versions", "texts", "value_range")
+    converted = ("versions", "texts", "value_range", "interventions")
     names = [descriptor.name for descriptor in receipt.DESCRIPTOR.fields if descriptor.name not in converted]
     return Receipt(
         **{name: getattr(receipt, name) for name in names},
@@ -451,6 +459,7 @@ def _decode_receipt(
         versions=dict(receipt.versions),
         texts=tuple(receipt.texts),
         value_range=(values.minimum, values.maximum) if values.minimum < values.maximum else None,
+        interventions=tuple(map(_interventions.decode, receipt.interventions)),
         method=message.method,
         parameters={name: value(parameter) for name, parameter in message.parameters.items()},
         augmentation_smoothing=message.augmentation_smoothing,

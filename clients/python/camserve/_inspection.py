@@ -95,6 +95,8 @@ class Inspection:
         score: The score: a logit, or for a contrast the difference of two.
         request_id: Id of the request in the server's log.
         timing: Duration of each stage of the request.
+        predictions: The model's first predictions, up to five, with the interventions of the request.
+        unchanged_predictions: Those without interventions; empty for a request without any.
     """
 
     layers: tuple[LayerReading, ...] = field(repr=False)
@@ -104,6 +106,8 @@ class Inspection:
     score: float
     request_id: str
     timing: Timing
+    predictions: tuple[Prediction, ...] = ()
+    unchanged_predictions: tuple[Prediction, ...] = ()
 
     @property
     def title(self) -> str:
@@ -192,6 +196,8 @@ class Features:
         photo: Geometry of the photo.
         request_id: Id of the request in the server's log.
         timing: Duration of each stage of the request.
+        predictions: The model's first predictions, up to five, with the interventions of the request.
+        unchanged_predictions: Those without interventions; empty for a request without any.
     """
 
     channels: tuple[Channel, ...]
@@ -207,6 +213,8 @@ class Features:
     photo: Photo
     request_id: str
     timing: Timing
+    predictions: tuple[Prediction, ...] = ()
+    unchanged_predictions: tuple[Prediction, ...] = ()
 
     @property
     def image(self) -> Image.Image:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
-from camserve import _codec, _targets
+from camserve import _codec, _interventions, _targets
 from camserve._checks import invalid, look_up
 from camserve._errors import Internal, InvalidArgument
 from camserve._inspection import Channel, Features, Inspection, LayerReading, Statistics
@@ -21,6 +21,7 @@ from camserve.v1 import explain_pb2
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from camserve._interventions import Intervention
     from camserve._result import Result
 
 
@@ -41,6 +42,7 @@ class InspectOptions(TypedDict, total=False):
         layers: One layer or several, by name. Default: every module that runs.
         texts: Texts that are the classes of this request: see ``ExplainOptions``.
         value_range: Values of the photo that the model takes as 0 and 1: see ``ExplainOptions``.
+        interventions: Changes to what layers return: see ``ExplainOptions``.
     """
 
     model: str | None
@@ -48,6 +50,7 @@ class InspectOptions(TypedDict, total=False):
     layers: str | Sequence[str] | None
     texts: Sequence[str]
     value_range: tuple[float, float] | None
+    interventions: Sequence[Intervention]
 
 
 class FeaturesOptions(TypedDict, total=False):
@@ -66,6 +69,7 @@ class FeaturesOptions(TypedDict, total=False):
         colormap: Name of the tiles' colour map. Default: "viridis".
         texts: Texts that are the classes of this request: see ``ExplainOptions``.
         value_range: Values of the photo that the model takes as 0 and 1: see ``ExplainOptions``.
+        interventions: Changes to what layers return: see ``ExplainOptions``.
     """
 
     layer: str | None
@@ -78,6 +82,7 @@ class FeaturesOptions(TypedDict, total=False):
     colormap: str
     texts: Sequence[str]
     value_range: tuple[float, float] | None
+    interventions: Sequence[Intervention]
 
 
 def inspection_request(image: object, options: InspectOptions) -> explain_pb2.InspectLayersRequest:
@@ -95,6 +100,7 @@ def inspection_request(image: object, options: InspectOptions) -> explain_pb2.In
             layers=[layers] if isinstance(layers, str) else layers,
             texts=_codec.texts_of(options.get("texts", ())),
             value_range=_codec.range_of(options.get("value_range")),
+            interventions=_interventions.encode(options.get("interventions", ())),
         )
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"an option has the wrong type: {error}") from error
@@ -122,6 +128,7 @@ def features_request(image: object, options: FeaturesOptions) -> explain_pb2.Ext
             colormap=options.get("colormap", ""),
             texts=_codec.texts_of(options.get("texts", ())),
             value_range=_codec.range_of(options.get("value_range")),
+            interventions=_interventions.encode(options.get("interventions", ())),
         )
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"an option has the wrong type: {error}") from error
@@ -142,14 +149,20 @@ def inspection(message: explain_pb2.InspectLayersResponse) -> Inspection:
         score=message.score,
         request_id=message.request_id,
         timing=common.timing,
+        predictions=common.predictions[2:],
+        unchanged_predictions=common.unchanged_predictions,
     )
 
 
 def _decode_common_fields(message: explain_pb2.InspectLayersResponse | explain_pb2.ExtractFeaturesResponse) -> Result:
-    """Decode target, contrast, photo and timing as those of an explanation; the predictions are target and contrast."""
+    """Decode photo, timing and predictions as those of an explanation; target and contrast are the first two."""
     photo = message.photo if isinstance(message, explain_pb2.ExtractFeaturesResponse) else None
-    classes = [message.target, message.contrast]
-    return _codec.result(explain_pb2.ExplainResponse(predictions=classes, photo=photo, timing=message.timing))
+    classes, unchanged = [message.target, message.contrast, *message.predictions], message.unchanged_predictions
+    return _codec.result(
+        explain_pb2.ExplainResponse(
+            predictions=classes, photo=photo, timing=message.timing, unchanged_predictions=unchanged
+        )
+    )
 
 
 def _decode_layer(message: explain_pb2.LayerReading) -> LayerReading:
@@ -192,6 +205,8 @@ def features(message: explain_pb2.ExtractFeaturesResponse) -> Features:
         photo=common.photo,
         request_id=message.request_id,
         timing=common.timing,
+        predictions=common.predictions[2:],
+        unchanged_predictions=common.unchanged_predictions,
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from google.protobuf import json_format
 
-from camserve import _local
+from camserve import _interventions, _local
 from camserve._errors import InvalidArgument
 from camserve._result import Verdict
 from camserve.v1 import explain_pb2
@@ -23,9 +23,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from camserve._interventions import Intervention
+
 FORMAT = "camserve receipt 1"
 
 FUSIONS = ("mean", "max", "product", "sum")
+
+_OPTIONAL: Mapping[str, Any] = {"texts": (), "value_range": None, "interventions": ()}
+"""Fields that a receipt lacks where they are empty, with that value."""
 
 _FORMAT_NAME = FORMAT.rpartition(" ")[0]
 _MAX_SHOWN = 60  # characters of a value in an error message
@@ -58,6 +63,7 @@ class Receipt:
         heatmap: The raw map, float32 [h, w]; None if it was not requested.
         texts: The texts that were the model's classes, if it compares images with texts.
         value_range: The values of the photo that were taken as 0 and 1; None for those of their type.
+        interventions: The changes to what layers returned.
     """
 
     model: str
@@ -81,6 +87,7 @@ class Receipt:
     heatmap: NDArray[np.float32] | None = field(repr=False)
     texts: tuple[str, ...] = field(default=(), repr=False)
     value_range: tuple[float, float] | None = None
+    interventions: tuple[Intervention, ...] = ()
 
     @property
     def heatmap_sha256(self) -> str | None:
@@ -93,8 +100,8 @@ class Receipt:
         content["score"] = _json_number(self.score)
         content["parameters"] = {name: _json_number(value) for name, value in self.parameters.items()}
         content["heatmap"] = None if self.heatmap is None else _json_map(self.heatmap)
-        # A receipt without these can be read by older clients.
-        for name in ("texts", "value_range"):
+        content["interventions"] = [_interventions.to_json(each) for each in self.interventions]
+        for name in _OPTIONAL:  # a receipt without them is as older clients write it
             if not content[name]:
                 del content[name]
         return json.dumps({"format": FORMAT, **content}, indent=2, ensure_ascii=False, allow_nan=False)
@@ -195,8 +202,8 @@ def _check_format(name: object) -> None:
 
 def _read_field(name: str, content: Mapping[str, Any]) -> Any:
     expected, read = _READERS.get(name, _STRING)
-    if name in _MISSING and name not in content:
-        return _MISSING[name]
+    if name in _OPTIONAL and name not in content:
+        return _OPTIONAL[name]
     if name not in content:
         raise InvalidArgument(f'the receipt has no "{name}"')
     try:
@@ -238,6 +245,10 @@ def _read_strings(value: object) -> tuple[str, ...]:
     return tuple(map(_instance_of(str), _instance_of(list)(value)))
 
 
+def _read_interventions(value: object) -> tuple[Intervention, ...]:
+    return tuple(map(_interventions.from_json, _instance_of(list)(value)))
+
+
 def _read_fusion(value: object) -> object:
     if value is not None and value not in FUSIONS:
         raise TypeError
@@ -263,9 +274,6 @@ def _read_range(value: Any) -> tuple[float, float]:
     return low, high
 
 
-_MISSING: Mapping[str, Any] = {"texts": (), "value_range": None}
-"""Values of the fields that older receipts do not have."""
-
 _STRING: tuple[str, Callable[[Any], Any]] = ("a string", _instance_of(str))
 _READERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "versions": ("an object of strings", _mapping_of(_instance_of(str))),
@@ -275,6 +283,7 @@ _READERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "layers": ("a list of names", _read_strings),
     "texts": ("a list of texts", _read_strings),
     "value_range": ("two numbers", _read_range),
+    "interventions": ("a list of interventions", _read_interventions),
     "fusion": (f"null, {', '.join(FUSIONS)}", _read_fusion),
     "target": ("a target", _read_target),
     "score": ("a number", _read_number),

@@ -98,6 +98,7 @@ def request(receipt: Receipt) -> explain_pb2.ExplainRequest:
         fusion=receipt.fusion,
         texts=receipt.texts,
         value_range=receipt.value_range,
+        interventions=receipt.interventions,
     ).request()
     request.targets.append(target_message(receipt.target))
     return request

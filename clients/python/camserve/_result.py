@@ -302,6 +302,8 @@ class Result:
         class_map: The predicted class of each cell of a segmentation, uint16 [h, w], read-only, over
             the part of the photo that the model saw; None if it was not requested.
         source: Reference to the photo, for the display in a notebook.
+        unchanged_predictions: The predictions of the model without the request's interventions, as many
+            as ``predictions``; empty for a request without interventions.
     """
 
     predictions: tuple[Prediction, ...]
@@ -312,6 +314,7 @@ class Result:
     timing: Timing
     class_map: NDArray[np.uint16] | None = field(default=None, repr=False)
     source: PhotoSource = field(default_factory=PhotoSource, repr=False)
+    unchanged_predictions: tuple[Prediction, ...] = ()
 
     @property
     def size(self) -> tuple[int, int]:

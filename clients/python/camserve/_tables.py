@@ -14,13 +14,13 @@ from camserve._values import ModelState
 from camserve.terminal import printable_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from camserve._evaluation import Evaluation, MetricInfo
     from camserve._inspection import LayerReading
     from camserve._replay import Check, Replay
-    from camserve._result import Explanation, Result
+    from camserve._result import Explanation, Prediction, Result
     from camserve._values import Cost, Layer, MethodInfo, Model, ParameterInfo
 
 MODEL_HEADINGS = (
@@ -196,12 +196,17 @@ def result_rows(
     image: Path, written: Iterable[tuple[Explanation, Path]], result: Result
 ) -> list[tuple[str | Text, ...]]:
     """Return a row for each explanation of an image."""
-    best = result.predictions[0] if result.predictions else None
-    prediction = f"{best.name} {best.probability:.1%}" if best else ""
+    prediction = _first(result.predictions)
+    if result.unchanged_predictions:
+        prediction += f" (unchanged: {_first(result.unchanged_predictions)})"
     return [
         (str(image), prediction, explanation.how, explanation.title, _verdict(explanation), path.name)
         for explanation, path in written
     ]
+
+
+def _first(predictions: Sequence[Prediction]) -> str:
+    return f"{predictions[0].name} {predictions[0].probability:.1%}" if predictions else ""
 
 
 def region_rows(written: Iterable[tuple[Explanation, Path]]) -> list[tuple[str, ...]]:

@@ -245,6 +245,40 @@ def _parse_bands(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(","))) if text else ()
 
 
+def _parse_intervention(text: str) -> camserve.Intervention:
+    change, _, rest = text.partition(":")
+    layer, *parts = rest.split(":")
+    pairs = [part.partition("=") for part in parts if part != "input"]
+    try:
+        options = {name: _INTERVENTION_OPTIONS[name](value) for name, _, value in pairs}
+        return _INTERVENTIONS[change](layer, **options, **({"input": True} if "input" in parts else {}))
+    except KeyError as error:
+        known = _INTERVENTIONS if error.args[0] == change else [*_INTERVENTION_OPTIONS, "input"]
+        raise click.BadParameter(f"{error.args[0]!r} in {text!r} is not one of {', '.join(known)}") from error
+    except (TypeError, ValueError, camserve.InvalidArgument) as error:
+        needed = "scale needs factor=, clip_gradient limit=, and channels= are numbers such as 12,40"
+        raise click.BadParameter(f"cannot read {text!r}: {needed}") from error
+
+
+_INTERVENTIONS: dict[str, Callable[..., camserve.Intervention]] = {
+    function.__name__: function
+    for function in (
+        camserve.silence,
+        camserve.scale,
+        camserve.clamp,
+        camserve.replace_mean,
+        camserve.clip_gradient,
+    )
+}
+_INTERVENTION_OPTIONS: dict[str, Callable[[str], object]] = {
+    "channels": lambda text: [int(index) for index in text.split(",")],
+    "factor": float,
+    "minimum": float,
+    "maximum": float,
+    "limit": float,
+}
+
+
 class ExplainFlags(TypedDict):
     """Options of `explain` that say what to explain and which files to write."""
 
@@ -252,6 +286,7 @@ class ExplainFlags(TypedDict):
     methods: tuple[camserve.Method, ...]
     targets: tuple[camserve.TargetLike, ...]
     texts: tuple[str, ...]
+    interventions: tuple[camserve.Intervention, ...]
     layers: tuple[str, ...]
     fusion: str | None
     top_k: int
@@ -340,6 +375,16 @@ _texts_option = click.option(
     help="Text that is a class, such as 'a photo of a cat', for models that compare images with texts. Repeatable. "
     "Default: the labels of the model.",
 )
+_interventions_option = click.option(
+    "--intervention",
+    "interventions",
+    multiple=True,
+    type=_parse_intervention,
+    metavar="CHANGE:LAYER[:OPTION...]",
+    help="Change to what a layer returns: silence:layer4:channels=12,40, scale:layer3:factor=0.5, "
+    "clamp:layer2:minimum=0:maximum=6, replace_mean:layer4 or clip_gradient:layer3:limit=1. With :input, to what it "
+    "receives. Repeatable, applied in order.",
+)
 _fusion_option = click.option(
     "--fusion",
     type=click.Choice(["mean", "max", "product", "sum"]),
@@ -386,6 +431,7 @@ _target_option = click.option(
     "Default: the predicted class.",
 )
 @_texts_option
+@_interventions_option
 @_layers_option
 @_fusion_option
 @click.option(
@@ -683,6 +729,7 @@ class _EvaluateFlags(TypedDict):
     metrics: tuple[camserve.Metric, ...]
     targets: tuple[camserve.TargetLike, ...]
     texts: tuple[str, ...]
+    interventions: tuple[camserve.Intervention, ...]
     layers: tuple[str, ...]
     box: camserve.Box | None
 
@@ -719,6 +766,7 @@ class _EvaluateFlags(TypedDict):
     help="Target: a label or a class index. Repeatable. Default: the predicted class.",
 )
 @_texts_option
+@_interventions_option
 @_layers_option
 @click.option(
     "--box",
@@ -1003,6 +1051,7 @@ def _print_method(method: camserve.MethodInfo, *, as_json: bool) -> None:
 @_model_option
 @_target_option
 @_texts_option
+@_interventions_option
 @click.option(
     "--layer", "layers", multiple=True, metavar="NAME", help="Layer to measure. Repeatable. Default: all layers."
 )
@@ -1028,6 +1077,7 @@ class _FeaturesFlags(TypedDict):
     model: str | None
     target: camserve.TargetLike | None
     texts: tuple[str, ...]
+    interventions: tuple[camserve.Intervention, ...]
     layer: str | None
     rank: str
     top: int
@@ -1039,6 +1089,7 @@ class _FeaturesFlags(TypedDict):
 @_model_option
 @_target_option
 @_texts_option
+@_interventions_option
 @click.option("--layer", metavar="NAME", help="Layer. Default: the model's default layer.")
 @click.option(
     "-o",

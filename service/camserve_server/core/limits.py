@@ -22,6 +22,8 @@ class Limits:
         against: classes that one target is compared with.
         layers: layers to explain.
         inspected: layers to inspect.
+        interventions: interventions.
+        changed_channels: channels that one intervention names.
         predictions: predictions in a response.
         channels: channels of a layer in a response.
         raw_bytes: bytes of a layer's raw maps in one response. Callers request fewer channels at a time above it.
@@ -46,6 +48,8 @@ class Limits:
     against: int = 8
     layers: int = 8
     inspected: int = 4096
+    interventions: int = 16
+    changed_channels: int = 8192
     predictions: int = 1000
     channels: int = 256
     raw_bytes: int = 32 * 2**20

@@ -9,6 +9,7 @@ This package may import `metrics` and the packages below.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 from camserve_server.core.devices import device_for
 from camserve_server.core.errors import OutOfMemory
@@ -16,6 +17,7 @@ from camserve_server.engine import attention, bias, cam, inspection, last_attent
 from camserve_server.engine.inputs import apply_view, normalise
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.models import LoadedModel
+from camserve_server.models.interventions import intervene
 from camserve_server.models.randomise import random_weights
 from camserve_server.models.values import Kind, Pass
 
@@ -67,7 +69,9 @@ class Engine:
         """
         try:
             model = self._models[pass_.model]
-            with self._context, model.evaluation_mode(), random_weights(model, pass_.randomised):
+            # Before the hooks of the captures: they capture what an intervention has changed.
+            changes = intervene(model, pass_.interventions) if pass_.interventions else nullcontext()
+            with self._context, model.evaluation_mode(), random_weights(model, pass_.randomised), changes:
                 return RUNS[pass_.kind](model.for_pass(pass_), pass_, rows)
         except Exception as error:
             if not self._device.is_out_of_memory(error):

@@ -198,7 +198,7 @@ class _MetricRunner:
         randomised = None
         if variation.modules is not None:
             randomised = Randomised(round(len(stack(self.run.job.model)) ** variation.modules), variation.seed)
-        job = replace(self.run.job, calls=(call,), targets=self.run.targets)
+        job = replace(self.run.job, calls=(call,), targets=self.run.targets, unchanged_model=False)
         return replace(self.run, job=job, views=views, answers=(), randomised=randomised)
 
 

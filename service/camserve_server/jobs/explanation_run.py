@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from camserve_server.core.arrays import Input
+from camserve_server.core.arrays import Input, Map
 from camserve_server.engine import apply_view, normalise
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.imaging.values import View
@@ -38,6 +38,7 @@ class ExplanationRun:
         randomised: the modules of the model that get random weights; None for no module.
         class_map: the predicted class of each cell, as in `RowResult`, if the job asks for it and it has run.
         texts: embeddings of the texts that are the model's classes, as in `Row`, once they are computed.
+        unchanged_logits: outputs of the model without interventions, if the job asks for them and they are computed.
     """
 
     job: Job
@@ -48,6 +49,7 @@ class ExplanationRun:
     randomised: Randomised | None = None
     class_map: NDArray[np.uint16] | None = None
     texts: NDArray[np.float32] | None = None
+    unchanged_logits: Map | None = None
 
     @property
     def targets(self) -> tuple[FixedTarget, ...]:
@@ -68,7 +70,8 @@ class ExplanationRun:
 
     def pass_(self, kind: Kind, layers: Sequence[str] = ()) -> Pass:
         """Return a pass over this run's model."""
-        return Pass(self.job.model.key, kind, self.job.model.preprocess.size, tuple(layers), self.randomised)
+        size, changes = self.job.model.preprocess.size, (self.randomised, self.job.interventions)
+        return Pass(self.job.model.key, kind, size, tuple(layers), *changes)
 
     def of(self, call: MethodCall, layers: Sequence[str] = (), view: View | None = None) -> "ExplanationRun":
         """Return a new run of one method with the same targets.
@@ -91,7 +94,9 @@ class ExplanationRun:
         for calls in others:
             more_answers = await self._answers([answer.target for answer in answers], calls)
             answers = [_merge_maps(*pair) for pair in zip(answers, more_answers, strict=True)]
-        return replace(self, answers=tuple(answers), class_map=await self._class_map(answers[0].target))
+        class_map = await self._class_map(answers[0].target)
+        unchanged_logits = await self._unchanged_logits(answers[0].target)
+        return replace(self, answers=tuple(answers), class_map=class_map, unchanged_logits=unchanged_logits)
 
     async def _with_texts(self) -> "ExplanationRun":
         """Return this run with the embeddings of its texts."""
@@ -118,6 +123,15 @@ class ExplanationRun:
         row = replace(self.row(target), class_map=True)
         await self.row_runner.run(self.pass_("score"), [row], results.__setitem__)
         return results[0].class_map
+
+    async def _unchanged_logits(self, target: FixedTarget) -> Map | None:
+        """Run one more row for the outputs of the model without interventions, if the job asks for them."""
+        if not self.job.unchanged_model:
+            return None
+        results: dict[int, RowResult] = {}
+        pass_ = replace(self.pass_("score"), interventions=())
+        await self.row_runner.run(pass_, [self.row(target)], results.__setitem__)
+        return results[0].logits
 
     async def _with_embedding(self, target: Target) -> Target:
         """Replace the image of a similarity target by its embedding; return any other target as it is."""

@@ -24,4 +24,4 @@ def make_result(run: ExplanationRun, maps_by_method: Sequence[Sequence[LayerMaps
         for layer_maps in maps_by_layer
         for answer, raw_map in zip(run.answers, layer_maps.maps, strict=True)
     ]
-    return JobResult(run.answers[0].logits, tuple(explanations), run.class_map)
+    return JobResult(run.answers[0].logits, tuple(explanations), run.class_map, run.unchanged_logits)

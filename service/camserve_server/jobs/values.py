@@ -22,7 +22,7 @@ from camserve_server.jobs.cost import (
 from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS
 from camserve_server.methods.values import Fusion, MethodCall
-from camserve_server.models.values import ModelInfo, Pass
+from camserve_server.models.values import Intervention, ModelInfo, Pass
 from camserve_server.targets import kind_of
 from camserve_server.targets.values import FixedTarget, Target
 
@@ -51,6 +51,8 @@ class Job:
         fusion: the way to fuse the maps of several layers into one; None for one map of each layer.
         class_map: True to return the predicted class of each cell of a segmentation, too.
         pyramid: True if the layers are the model's pyramid.
+        interventions: changes to what layers return in every row, except for those of `unchanged_model`.
+        unchanged_model: True to return the outputs of the model without interventions, too.
     """
 
     model: ModelInfo
@@ -60,10 +62,12 @@ class Job:
     fusion: Fusion | None = None
     class_map: bool = False
     pyramid: bool = False
+    interventions: tuple[Intervention, ...] = ()
+    unchanged_model: bool = False
 
     def alone(self, call: MethodCall) -> "Job":
         """Return the job of one of its methods."""
-        return replace(self, calls=(call,), class_map=False)
+        return replace(self, calls=(call,), class_map=False, unchanged_model=False)
 
     @cached_property
     def features(self) -> bool:
@@ -96,7 +100,8 @@ class Job:
         per_target = len(self.shared) + sum(rows_of(call, channels, self.model.preprocess.size) for call in others)
         # The other image of a similarity target runs too.
         compared = sum(kind_of(target).compared(target) is not None for target in self.targets)
-        return len(self.targets) * per_target + compared + self.class_map + len(self.texts)
+        more = self.class_map + self.unchanged_model + len(self.texts)
+        return len(self.targets) * per_target + compared + more
 
     @cached_property
     def texts(self) -> tuple[str, ...]:
@@ -154,11 +159,13 @@ class JobResult:
         logits: outputs of the model for the unchanged image, as in `RowResult.logits`.
         explanations: the explanations, in the order of the job.
         class_map: the predicted class of each cell of a segmentation, uint16 [h,w], if the job asks for it.
+        unchanged_logits: outputs of the model without interventions, if the job asks for them.
     """
 
     logits: Map
     explanations: tuple[Explanation, ...]
     class_map: NDArray[np.uint16] | None = None
+    unchanged_logits: Map | None = None
 
 
 @dataclass(frozen=True, slots=True)

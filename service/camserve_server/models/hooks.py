@@ -114,7 +114,7 @@ def observe_layers(layers: Mapping[str, nn.Module], observer: OutputObserver) ->
 def _observe_hook(name: str, observer: OutputObserver) -> ForwardHook:
     def forward_hook(_layer: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         parts, structure = pytree.tree_flatten(output)
-        index = _tensor_index(parts)
+        index = first_index(parts)
         if index is None or not parts[index].numel():
             return output
         on_gradient = observer(name, parts[index].detach())
@@ -164,7 +164,7 @@ def _channel_view(output: Tensor, layout: Layout, channel: int) -> Tensor:
 def _capture_hook(name: str, captures: dict[str, Capture]) -> ForwardHook:
     def forward_hook(_layer: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         parts, structure = pytree.tree_flatten(output)
-        index = _tensor_index(parts)
+        index = first_index(parts)
         if index is None:
             raise FailedPrecondition(f'layer "{name}" returns no floating-point tensor')
         captures[name], parts[index] = pass_through_probe(parts[index])
@@ -311,8 +311,8 @@ def first_tensor(output: Any) -> Tensor | None:
     return next((part for part in pytree.tree_leaves(output) if _is_float_tensor(part)), None)
 
 
-def _tensor_index(parts: Sequence[Any]) -> int | None:
-    """Return the index of the first floating-point tensor among the parts of an output, or None."""
+def first_index(parts: Sequence[Any]) -> int | None:
+    """Return the index of the first floating-point tensor among the parts of an output or of arguments, or None."""
     return next((i for i, part in enumerate(parts) if _is_float_tensor(part)), None)
 
 

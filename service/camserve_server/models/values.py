@@ -34,6 +34,13 @@ at every bias. inspect: statistics of every layer. features: a layer's feature m
 text: the embeddings of texts, without images.
 """
 
+Change: TypeAlias = Literal["silence", "scale", "clamp", "replace_mean", "clip_gradient"]
+"""The change that an intervention makes.
+
+silence: channels become 0. scale: they are multiplied by a factor. clamp: they are limited to a range. replace_mean:
+each becomes its mean over the grid. clip_gradient: the gradient at the layer's output is limited to a range.
+"""
+
 Task: TypeAlias = Literal["classify", "multilabel", "regress", "segment", "detect", "embed"]
 """The output of a model: logits of exclusive classes, logits of independent classes, numbers, logits of classes for
 every pixel, boxes, or an embedding."""
@@ -80,6 +87,21 @@ class Layout:
         return replace(self, height=rows, width=columns)
 
 
+def channel_axis(dimensions: int, layout: Layout | None) -> int | None:
+    """Return the axis of the channels in a tensor of a layer; None if no axis is known.
+
+    Without a grid, the axis is that of torch's own modules: after the batch in a linear layer's [B,C] and a
+    convolution's [B,C,h,w], and last in a transformer's [B,N,C].
+
+    Args:
+        dimensions: the number of the tensor's dimensions.
+        layout: the layout of the layer's output; None without a grid.
+    """
+    if layout is not None and layout.axes == "nhwc" and dimensions == 4:  # noqa: PLR2004 -- [B,h,w,C]
+        return 3
+    return {2: 1, 3: 2, 4: 1}.get(dimensions)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerInfo:
     """The description of a module, from one forward and one backward pass.
@@ -101,6 +123,11 @@ class LayerInfo:
     calls: int
     layout: Layout | None
     reason: str = ""
+
+    @property
+    def channel_axis(self) -> int | None:
+        """The axis of the channels in its output; None if no axis is known."""
+        return channel_axis(len(self.shape), self.layout)
 
     def scaled(self, size: tuple[int, int], to: tuple[int, int]) -> "LayerInfo":
         """Return the description for inputs of another height and width; see `Layout.scaled`."""
@@ -273,6 +300,29 @@ class Randomised:
 
 
 @dataclass(frozen=True, slots=True)
+class Intervention:
+    """A change to what a layer returns or receives, or to the gradient at its output, in every call of the layer.
+
+    Attributes:
+        layer: the name of the layer.
+        change: the change.
+        channels: the channels that change; empty for all.
+        input: True to change the layer's input instead of its output.
+        factor: the factor of "scale".
+        minimum: the least value of "clamp" and "clip_gradient".
+        maximum: the largest value of these.
+    """
+
+    layer: str
+    change: Change
+    channels: tuple[int, ...] = ()
+    input: bool = False
+    factor: float = 1.0
+    minimum: float = -math.inf
+    maximum: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
 class Pass:
     """The properties that the rows of a batch share. Method and target may differ.
 
@@ -282,6 +332,7 @@ class Pass:
         size: height and width of the input.
         layers: the names of the layers whose feature maps and gradients are captured.
         randomised: the part of the model that has random weights; None for no part.
+        interventions: changes to what layers return, in the order in which they apply.
     """
 
     model: str
@@ -289,3 +340,4 @@ class Pass:
     size: tuple[int, int]
     layers: tuple[str, ...] = ()
     randomised: Randomised | None = None
+    interventions: tuple[Intervention, ...] = ()

@@ -193,7 +193,9 @@ class Pipeline:
         def make_reply(explanations: list[jobs.Explanation]) -> T:
             timing = times.timing()
             prediction = ModelPrediction(photo.job.model, result.logits, photo.seen)
-            numbers = (photo.size, photo.receipt, timing, result.class_map)
+            others = result.unchanged_logits
+            unchanged = None if others is None else replace(prediction, values=others)
+            numbers = (photo.size, photo.receipt, timing, result.class_map, unchanged)
             return encode(ExplainResult(prediction, explanations, *numbers))
 
         classes = 0 if result.class_map is None else result.class_map.nbytes

@@ -50,6 +50,7 @@ class _ImageRun:
         photo: the image.
         result: the result of its row.
         prediction: the model's prediction.
+        unchanged: the prediction of the model without interventions; None for a request without any.
         decoding: seconds that decoding took.
         timings: time in the queue and in the batch.
     """
@@ -57,6 +58,7 @@ class _ImageRun:
     photo: _PreparedPhoto
     result: RowResult
     prediction: ModelPrediction
+    unchanged: ModelPrediction | None
     decoding: float
     timings: RequestTimings
 
@@ -75,10 +77,12 @@ async def inspect(pipeline: Pipeline, request: InspectRequest, *, deadline: floa
     Raises:
         ServiceError: the request was refused, or failed.
     """
-    pass_ = Pass(request.model.key, "inspect", request.model.preprocess.size, request.layers)
+    size = request.model.preprocess.size
+    pass_ = Pass(request.model.key, "inspect", size, request.layers, interventions=request.interventions)
     async with _run(pipeline, request, pass_, deadline) as run:
         result = run.result
-        return InspectResult(run.prediction, result.target, result.score, result.readings, run.timing())
+        fixed = (result.target, result.score, result.readings)
+        return InspectResult(run.prediction, *fixed, run.timing(), run.unchanged)
 
 
 async def features(
@@ -96,7 +100,8 @@ async def features(
         ServiceError: the request was refused, or failed.
     """
     colours = _colours(request.colormap)
-    pass_ = Pass(request.model.key, "features", request.model.preprocess.size, (request.layer,))
+    size = request.model.preprocess.size
+    pass_ = Pass(request.model.key, "features", size, (request.layer,), interventions=request.interventions)
     async with _run(pipeline, request, pass_, deadline) as run:
         await pipeline.reserve_reply(_feature_bytes(request), until_sent)
         began = time.perf_counter()
@@ -111,6 +116,7 @@ async def features(
             picture=picture,
             size=run.photo.size,
             timing=run.timing(time.perf_counter() - began),
+            unchanged=run.unchanged,
         )
 
 
@@ -134,7 +140,8 @@ async def _run(
         + memory.text_bytes(request.model)
     )
     needed = jobs.texts_of(request.model, [request.target])
-    async with pipeline.admit(request.model, 1 + min(len(needed), pipeline.limits.chunk), size=size):
+    rows = 1 + bool(request.interventions) + min(len(needed), pipeline.limits.chunk)
+    async with pipeline.admit(request.model, rows, size=size):
         began = time.perf_counter()
         async with pipeline.reserve_decoding(request.image):
             photo = await pipeline.in_thread(_prepare, request.image, request.model.preprocess, pipeline.limits)
@@ -144,11 +151,16 @@ async def _run(
         model = request.model.at_size((photo.image.shape[0], photo.image.shape[1]))
         texts = await jobs.embed_texts(model, needed, submit)
         target = texts.fill(request.target)
-        rows = [Row(photo.image, target, features=pass_.kind == "features", texts=texts.classes)]
+        row = Row(photo.image, target, features=pass_.kind == "features", texts=texts.classes)
         pass_ = replace(pass_, size=model.preprocess.size)
-        await submit(pass_, rows, lambda _index, result: results.append(result))
-        prediction = ModelPrediction(model, results[0].logits, photo.seen)
-        yield _ImageRun(photo, results[0], prediction, decoding, timings)
+        await submit(pass_, [row], lambda _index, result: results.append(result))
+        if pass_.interventions:
+            plain = replace(pass_, kind="score", layers=(), interventions=())
+            row = replace(row, target=results[0].target, features=False)
+            await submit(plain, [row], lambda _index, result: results.append(result))
+        predictions = [ModelPrediction(model, each.logits, photo.seen) for each in results]
+        unchanged = predictions[1] if pass_.interventions else None
+        yield _ImageRun(photo, results[0], predictions[0], unchanged, decoding, timings)
 
 
 def _feature_bytes(request: InspectRequest | FeaturesRequest) -> int:

@@ -62,7 +62,7 @@ def prepare_photo(request: ExplainRequest, limits: Limits) -> Generator[None, No
             yield
         if (converted := _to_input(target, index, job.model, (size, seen), limits)) is not target:
             job = replace(job, targets=(*job.targets[:index], converted, *job.targets[index + 1 :]))
-    receipt = receipts.receipt_of(job.model, request.image, image)
+    receipt = receipts.receipt_of(job.model, request.image, image, job.interventions)
     return PreparedPhoto(kept, size, image, seen, job, receipt)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from camserve_server.core.arrays import Input
-from camserve_server.models.values import ModelInfo
+from camserve_server.models.values import Intervention, ModelInfo
 
 _PACKAGES = ("camserve", "torch", "torchvision", "timm", "numpy", "opencv-python-headless")
 
@@ -30,6 +30,7 @@ class Receipt:
         versions: versions of the software, by package name.
         texts: the texts that were the model's classes; none if its classes were its own.
         value_range: the values of the photo that were taken as 0 and 1; None for those of their type.
+        interventions: the changes to what layers returned.
     """
 
     source: str
@@ -42,15 +43,17 @@ class Receipt:
     versions: Mapping[str, str]
     texts: tuple[str, ...] = ()
     value_range: tuple[float, float] | None = None
+    interventions: tuple[Intervention, ...] = ()
 
 
-def receipt_of(model: ModelInfo, image: bytes, seen: Input) -> Receipt:
+def receipt_of(model: ModelInfo, image: bytes, seen: Input, interventions: tuple[Intervention, ...] = ()) -> Receipt:
     """Return the receipt of a request.
 
     Args:
         model: the model that computed the result.
         image: the encoded photo.
         seen: the model's input made from the photo.
+        interventions: the changes to what layers returned.
     """
     return Receipt(
         source=model.source,
@@ -63,6 +66,7 @@ def receipt_of(model: ModelInfo, image: bytes, seen: Input) -> Receipt:
         versions=_versions(),
         texts=model.texts,
         value_range=model.preprocess.value_range,
+        interventions=interventions,
     )
 
 

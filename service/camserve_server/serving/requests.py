@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 
 from camserve_server.imaging.values import Rendering
 from camserve_server.jobs import EvaluationJob, Job
-from camserve_server.models.values import ModelInfo
+from camserve_server.models.values import Intervention, ModelInfo
 from camserve_server.targets.values import Target
 
 Rank: TypeAlias = Literal["activation", "gradient"]
@@ -51,12 +51,14 @@ class InspectRequest:
         target: the target whose score is differentiated.
         layers: names of the layers; empty for all layers.
         image: the encoded photo.
+        interventions: changes to what layers return.
     """
 
     model: ModelInfo
     target: Target
     layers: tuple[str, ...]
     image: bytes
+    interventions: tuple[Intervention, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,6 +80,7 @@ class FeaturesRequest:
         raw: True to return their maps.
         picture: encoding of the picture of their maps, or None for no picture.
         colormap: name of that picture's colour map.
+        interventions: changes to what layers return.
     """
 
     model: ModelInfo
@@ -89,6 +92,7 @@ class FeaturesRequest:
     raw: bool
     picture: Literal["jpeg", "png", "webp"] | None
     colormap: str
+    interventions: tuple[Intervention, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

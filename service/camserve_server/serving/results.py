@@ -176,6 +176,7 @@ class ExplainResult:
         receipt: the model, the input and the software of the explanations.
         timing: durations of the request's stages.
         class_map: the predicted class of each cell of a segmentation, uint16 [h,w]; None if not requested.
+        unchanged: the prediction of the model without interventions; None for a request without any.
     """
 
     prediction: ModelPrediction
@@ -184,6 +185,7 @@ class ExplainResult:
     receipt: Receipt
     timing: Timing
     class_map: NDArray[np.uint16] | None = None
+    unchanged: ModelPrediction | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,7 @@ class InspectResult:
         score: score of the target.
         readings: one for each layer of the request; None if the layer's output is no tensor of numbers.
         timing: durations of the request's stages.
+        unchanged: the prediction of the model without interventions; None for a request without any.
     """
 
     prediction: ModelPrediction
@@ -203,6 +206,7 @@ class InspectResult:
     score: float
     readings: Sequence[Reading | None]
     timing: Timing
+    unchanged: ModelPrediction | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +239,7 @@ class FeaturesResult:
         picture: picture of their maps, or None.
         size: height and width of the photo.
         timing: durations of the request's stages.
+        unchanged: the prediction of the model without interventions; None for a request without any.
     """
 
     prediction: ModelPrediction
@@ -245,3 +250,4 @@ class FeaturesResult:
     picture: Picture | None
     size: tuple[int, int]
     timing: Timing
+    unchanged: ModelPrediction | None = None

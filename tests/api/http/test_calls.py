@@ -90,6 +90,30 @@ def test_names_of_fields_may_be_in_snake_case(port):
     assert len(snake.json["predictions"]) == 3
 
 
+def test_json_request_may_change_what_layers_return(port, channel):
+    changes = [
+        {"layer": "stem", "channels": [0, 2], "silence": True},
+        {"layer": "features", "clamp": {"minimum": 0}},
+        {"layer": "features", "input": True, "scale": 0.5},
+        {"layer": "features", "replaceMean": True, "channels": [1]},
+        {"layer": "features", "clipGradient": 0.01},
+    ]
+    body = {"image": base64.b64encode(PHOTO).decode(), "interventions": changes}
+    data, reply = call_grpc(channel, EXPLAIN, json_format.ParseDict(body, explain_pb2.ExplainRequest()))
+    response = post(port, EXPLAIN, body)
+
+    assert comparable(json_format.Parse(response.body, reply())) == comparable(reply.FromString(data))
+    assert response.json["unchangedPredictions"] != response.json["predictions"]
+    assert len(response.json["receipt"]["interventions"]) == 5
+    refused = post(port, EXPLAIN, {**body, "interventions": [{"layer": "stem", "channels": [4], "silence": True}]})
+    assert (refused.status, refused.json["code"]) == (400, "invalid_argument")
+    (fault,) = refused.detail("BadRequest")["fieldViolations"]
+    assert (fault["field"], fault["description"]) == (
+        "interventions[0].channels",
+        'there is no channel 4: layer "stem" has 4 channels, from 0',
+    )
+
+
 @pytest.mark.parametrize("media_type", connect.IMAGE_FORMATS)
 def test_caller_that_accepts_a_picture_gets_the_overlay_itself(media_type, port, channel):
     rendering = explain_pb2.Rendering(overlay=connect.IMAGE_FORMATS[media_type])

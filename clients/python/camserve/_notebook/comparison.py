@@ -30,6 +30,7 @@ def result_html(result: Result) -> str:
     receipt = maps[0].receipt_or_none if maps else None
     photo = result.source.thumbnail(receipt.image_sha256) if receipt else None
     rows = [(prediction.name, f"{prediction.probability:.1%}") for prediction in result.predictions]
+    rows += [(f"{each.name} (unchanged model)", f"{each.probability:.1%}") for each in result.unchanged_predictions]
     if photo is None:
         return _html.page(result.model, rows, [explanation.html() for explanation in result.explanations])
     data = {

@@ -302,6 +302,7 @@ class ExplainRequest(_message.Message):
     CLASS_MAP_FIELD_NUMBER: _builtins.int
     VALUE_RANGE_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
+    INTERVENTIONS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a loaded model. Default: the first model in the server's configuration."""
     image: _builtins.bytes
@@ -364,6 +365,12 @@ class ExplainRequest(_message.Message):
         texts, and targets name them by label or index, as classes. Default: the labels of the model.
         """
 
+    @_builtins.property
+    def interventions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Intervention]:
+        """Changes to what layers return while the model computes this request, up to 16, applied in this order. The
+        predictions, and the default targets, are those of the changed model. Default: none.
+        """
+
     def __init__(
         self,
         *,
@@ -380,10 +387,11 @@ class ExplainRequest(_message.Message):
         class_map: _builtins.bool = ...,
         value_range: Global___ValueRange | None = ...,
         texts: _abc.Iterable[_builtins.str] | None = ...,
+        interventions: _abc.Iterable[Global___Intervention] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions", "_top_k", b"_top_k", "max_predictions", b"max_predictions", "rendering", b"rendering", "top_k", b"top_k", "value_range", b"value_range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions", "_top_k", b"_top_k", "class_map", b"class_map", "fusion", b"fusion", "image", b"image", "layers", b"layers", "max_predictions", b"max_predictions", "methods", b"methods", "model", b"model", "progress", b"progress", "rendering", b"rendering", "targets", b"targets", "texts", b"texts", "top_k", b"top_k", "value_range", b"value_range"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions", "_top_k", b"_top_k", "class_map", b"class_map", "fusion", b"fusion", "image", b"image", "interventions", b"interventions", "layers", b"layers", "max_predictions", b"max_predictions", "methods", b"methods", "model", b"model", "progress", b"progress", "rendering", b"rendering", "targets", b"targets", "texts", b"texts", "top_k", b"top_k", "value_range", b"value_range"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_predictions: _TypeAlias = _typing.Literal["max_predictions"]  # noqa: Y015
     _WhichOneofArgType__max_predictions: _TypeAlias = _typing.Literal["_max_predictions", b"_max_predictions"]  # noqa: Y015
@@ -395,6 +403,106 @@ class ExplainRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
 
 Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class Intervention(_message.Message):
+    """A change to what a layer returns, or to the gradient there, in every call of the layer while a request is computed.
+
+    A layer's output is the first floating-point tensor that it returns, and its input the first one among its arguments.
+    Channels are along the axis that the layer's grid leaves: [B,C,h,w], [B,h,w,C] or, with tokens, [B,N,C]. Where no grid
+    is known, and for an input with another number of axes, they are along the second of two or four axes, and along the
+    last of three.
+
+    NOT_FOUND: there is no such layer. INVALID_ARGUMENT: the layer has no such channel, or a number is out of range.
+    FAILED_PRECONDITION: the layer returns no such tensor, or has no grid, or does not run in a computation of this request.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYER_FIELD_NUMBER: _builtins.int
+    INPUT_FIELD_NUMBER: _builtins.int
+    CHANNELS_FIELD_NUMBER: _builtins.int
+    SILENCE_FIELD_NUMBER: _builtins.int
+    SCALE_FIELD_NUMBER: _builtins.int
+    CLAMP_FIELD_NUMBER: _builtins.int
+    REPLACE_MEAN_FIELD_NUMBER: _builtins.int
+    CLIP_GRADIENT_FIELD_NUMBER: _builtins.int
+    layer: _builtins.str
+    """Name of the layer, such as "layer4". Required."""
+    input: _builtins.bool
+    """True to change the layer's input instead of its output. Not for clip_gradient (INVALID_ARGUMENT)."""
+    silence: _builtins.bool
+    """True to set the channels to 0."""
+    scale: _builtins.float
+    """The factor by which to multiply the channels."""
+    replace_mean: _builtins.bool
+    """True to replace each channel by its mean over the grid of the image. Tokens before and after the grid stay."""
+    clip_gradient: _builtins.float
+    """The largest absolute value of the gradient at the layer's output, above 0: larger ones are cut, value by value.
+    The maps of this layer, and of layers before it, are computed from the cut gradient.
+    """
+    @_builtins.property
+    def channels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The channels to change, from 0, each once, up to 8192. Default: all channels."""
+
+    @_builtins.property
+    def clamp(self) -> Global___Clamp:
+        """The range to which to limit the channels."""
+
+    def __init__(
+        self,
+        *,
+        layer: _builtins.str = ...,
+        input: _builtins.bool = ...,
+        channels: _abc.Iterable[_builtins.int] | None = ...,
+        silence: _builtins.bool = ...,
+        scale: _builtins.float = ...,
+        clamp: Global___Clamp | None = ...,
+        replace_mean: _builtins.bool = ...,
+        clip_gradient: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "clamp", b"clamp", "clip_gradient", b"clip_gradient", "replace_mean", b"replace_mean", "scale", b"scale", "silence", b"silence"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "channels", b"channels", "clamp", b"clamp", "clip_gradient", b"clip_gradient", "input", b"input", "layer", b"layer", "replace_mean", b"replace_mean", "scale", b"scale", "silence", b"silence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["silence", "scale", "clamp", "replace_mean", "clip_gradient"]  # noqa: Y015
+    _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
+
+Global___Intervention: _TypeAlias = Intervention  # noqa: Y015
+
+@_typing.final
+class Clamp(_message.Message):
+    """A range of values. It has a minimum, a maximum or both."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MINIMUM_FIELD_NUMBER: _builtins.int
+    MAXIMUM_FIELD_NUMBER: _builtins.int
+    minimum: _builtins.float
+    """Smaller values become this one. Default: no minimum."""
+    maximum: _builtins.float
+    """Larger values become this one, which is at least the minimum. Default: no maximum."""
+    def __init__(
+        self,
+        *,
+        minimum: _builtins.float | None = ...,
+        maximum: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_maximum", b"_maximum", "_minimum", b"_minimum", "maximum", b"maximum", "minimum", b"minimum"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_maximum", b"_maximum", "_minimum", b"_minimum", "maximum", b"maximum", "minimum", b"minimum"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__maximum: _TypeAlias = _typing.Literal["maximum"]  # noqa: Y015
+    _WhichOneofArgType__maximum: _TypeAlias = _typing.Literal["_maximum", b"_maximum"]  # noqa: Y015
+    _WhichOneofReturnType__minimum: _TypeAlias = _typing.Literal["minimum"]  # noqa: Y015
+    _WhichOneofArgType__minimum: _TypeAlias = _typing.Literal["_minimum", b"_minimum"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__maximum) -> _WhichOneofReturnType__maximum | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__minimum) -> _WhichOneofReturnType__minimum | None: ...
+
+Global___Clamp: _TypeAlias = Clamp  # noqa: Y015
 
 @_typing.final
 class ValueRange(_message.Message):
@@ -1134,6 +1242,7 @@ class ExplainResponse(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
     CLASS_MAP_FIELD_NUMBER: _builtins.int
+    UNCHANGED_PREDICTIONS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this request: the "x-request-id" of the call's metadata if it has 1 to 128 printable characters, otherwise
     one that the server generated. On a stream, the request_id of the request.
@@ -1169,6 +1278,10 @@ class ExplainResponse(_message.Message):
     def class_map(self) -> Global___ClassMap:
         """The predicted class of each cell of a segmentation, if requested."""
 
+    @_builtins.property
+    def unchanged_predictions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prediction]:
+        """The predictions of the model without interventions, if the request has any: as many as predictions."""
+
     def __init__(
         self,
         *,
@@ -1180,10 +1293,11 @@ class ExplainResponse(_message.Message):
         timing: Global___Timing | None = ...,
         receipt: Global___Receipt | None = ...,
         class_map: Global___ClassMap | None = ...,
+        unchanged_predictions: _abc.Iterable[Global___Prediction] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["class_map", b"class_map", "photo", b"photo", "receipt", b"receipt", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_map", b"class_map", "explanations", b"explanations", "model", b"model", "photo", b"photo", "predictions", b"predictions", "receipt", b"receipt", "request_id", b"request_id", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_map", b"class_map", "explanations", b"explanations", "model", b"model", "photo", b"photo", "predictions", b"predictions", "receipt", b"receipt", "request_id", b"request_id", "timing", b"timing", "unchanged_predictions", b"unchanged_predictions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1257,6 +1371,7 @@ class Receipt(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
     VALUE_RANGE_FIELD_NUMBER: _builtins.int
+    INTERVENTIONS_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """Source of the model, such as "timm:resnet50"."""
     weights: _builtins.str
@@ -1285,6 +1400,10 @@ class Receipt(_message.Message):
     def value_range(self) -> Global___ValueRange:
         """The values of the photo that were taken as 0 and 1, if they were not those of their type."""
 
+    @_builtins.property
+    def interventions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Intervention]:
+        """The interventions of the request."""
+
     def __init__(
         self,
         *,
@@ -1298,10 +1417,11 @@ class Receipt(_message.Message):
         versions: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         texts: _abc.Iterable[_builtins.str] | None = ...,
         value_range: Global___ValueRange | None = ...,
+        interventions: _abc.Iterable[Global___Intervention] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["value_range", b"value_range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "image_sha256", b"image_sha256", "input_sha256", b"input_sha256", "precision", b"precision", "source", b"source", "texts", b"texts", "value_range", b"value_range", "versions", b"versions", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "image_sha256", b"image_sha256", "input_sha256", b"input_sha256", "interventions", b"interventions", "precision", b"precision", "source", b"source", "texts", b"texts", "value_range", b"value_range", "versions", b"versions", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1900,6 +2020,7 @@ class InspectLayersRequest(_message.Message):
     LAYERS_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
     VALUE_RANGE_FIELD_NUMBER: _builtins.int
+    INTERVENTIONS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a loaded model. Default: the first model in the server's configuration."""
     image: _builtins.bytes
@@ -1922,6 +2043,10 @@ class InspectLayersRequest(_message.Message):
     def value_range(self) -> Global___ValueRange:
         """Values of the photo that the model's preprocessing takes as 0 and 1, as in ExplainRequest."""
 
+    @_builtins.property
+    def interventions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Intervention]:
+        """Changes to what layers return while the model computes this request, as in ExplainRequest."""
+
     def __init__(
         self,
         *,
@@ -1931,10 +2056,11 @@ class InspectLayersRequest(_message.Message):
         layers: _abc.Iterable[_builtins.str] | None = ...,
         texts: _abc.Iterable[_builtins.str] | None = ...,
         value_range: Global___ValueRange | None = ...,
+        interventions: _abc.Iterable[Global___Intervention] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target", "value_range", b"value_range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "layers", b"layers", "model", b"model", "target", b"target", "texts", b"texts", "value_range", b"value_range"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "interventions", b"interventions", "layers", b"layers", "model", b"model", "target", b"target", "texts", b"texts", "value_range", b"value_range"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1953,6 +2079,8 @@ class InspectLayersResponse(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    PREDICTIONS_FIELD_NUMBER: _builtins.int
+    UNCHANGED_PREDICTIONS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this request: the "x-request-id" of the call's metadata, or one that the server generated."""
     model: _builtins.str
@@ -1977,6 +2105,14 @@ class InspectLayersResponse(_message.Message):
     def timing(self) -> Global___Timing:
         """Time that the request spent in each stage."""
 
+    @_builtins.property
+    def predictions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prediction]:
+        """The first 5 predictions of the model, with the interventions of the request."""
+
+    @_builtins.property
+    def unchanged_predictions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prediction]:
+        """The first 5 predictions of the model without interventions, if the request has any."""
+
     def __init__(
         self,
         *,
@@ -1987,10 +2123,12 @@ class InspectLayersResponse(_message.Message):
         score: _builtins.float = ...,
         layers: _abc.Iterable[Global___LayerReading] | None = ...,
         timing: Global___Timing | None = ...,
+        predictions: _abc.Iterable[Global___Prediction] | None = ...,
+        unchanged_predictions: _abc.Iterable[Global___Prediction] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["contrast", b"contrast", "target", b"target", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contrast", b"contrast", "layers", b"layers", "model", b"model", "request_id", b"request_id", "score", b"score", "target", b"target", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contrast", b"contrast", "layers", b"layers", "model", b"model", "predictions", b"predictions", "request_id", b"request_id", "score", b"score", "target", b"target", "timing", b"timing", "unchanged_predictions", b"unchanged_predictions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2115,6 +2253,7 @@ class ExtractFeaturesRequest(_message.Message):
     COLORMAP_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
     VALUE_RANGE_FIELD_NUMBER: _builtins.int
+    INTERVENTIONS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a loaded model. Default: the first model in the server's configuration."""
     image: _builtins.bytes
@@ -2145,6 +2284,10 @@ class ExtractFeaturesRequest(_message.Message):
     def value_range(self) -> Global___ValueRange:
         """Values of the photo that the model's preprocessing takes as 0 and 1, as in ExplainRequest."""
 
+    @_builtins.property
+    def interventions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Intervention]:
+        """Changes to what layers return while the model computes this request, as in ExplainRequest."""
+
     def __init__(
         self,
         *,
@@ -2159,10 +2302,11 @@ class ExtractFeaturesRequest(_message.Message):
         colormap: _builtins.str = ...,
         texts: _abc.Iterable[_builtins.str] | None = ...,
         value_range: Global___ValueRange | None = ...,
+        interventions: _abc.Iterable[Global___Intervention] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_top", b"_top", "target", b"target", "top", b"top", "value_range", b"value_range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top", b"_top", "colormap", b"colormap", "image", b"image", "layer", b"layer", "model", b"model", "picture", b"picture", "rank", b"rank", "raw", b"raw", "target", b"target", "texts", b"texts", "top", b"top", "value_range", b"value_range"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top", b"_top", "colormap", b"colormap", "image", b"image", "interventions", b"interventions", "layer", b"layer", "model", b"model", "picture", b"picture", "rank", b"rank", "raw", b"raw", "target", b"target", "texts", b"texts", "top", b"top", "value_range", b"value_range"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__top: _TypeAlias = _typing.Literal["top"]  # noqa: Y015
     _WhichOneofArgType__top: _TypeAlias = _typing.Literal["_top", b"_top"]  # noqa: Y015
@@ -2190,6 +2334,8 @@ class ExtractFeaturesResponse(_message.Message):
     PICTURE_FIELD_NUMBER: _builtins.int
     PHOTO_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    PREDICTIONS_FIELD_NUMBER: _builtins.int
+    UNCHANGED_PREDICTIONS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this request: the "x-request-id" of the call's metadata, or one that the server generated."""
     model: _builtins.str
@@ -2232,6 +2378,14 @@ class ExtractFeaturesResponse(_message.Message):
     def timing(self) -> Global___Timing:
         """Time that the request spent in each stage."""
 
+    @_builtins.property
+    def predictions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prediction]:
+        """The first 5 predictions of the model, with the interventions of the request."""
+
+    @_builtins.property
+    def unchanged_predictions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prediction]:
+        """The first 5 predictions of the model without interventions, if the request has any."""
+
     def __init__(
         self,
         *,
@@ -2249,10 +2403,12 @@ class ExtractFeaturesResponse(_message.Message):
         picture: Global___Picture | None = ...,
         photo: Global___Photo | None = ...,
         timing: Global___Timing | None = ...,
+        predictions: _abc.Iterable[Global___Prediction] | None = ...,
+        unchanged_predictions: _abc.Iterable[Global___Prediction] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["contrast", b"contrast", "photo", b"photo", "picture", b"picture", "target", b"target", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel_count", b"channel_count", "channels", b"channels", "contrast", b"contrast", "grid_height", b"grid_height", "grid_width", b"grid_width", "layer", b"layer", "maps", b"maps", "model", b"model", "photo", b"photo", "picture", b"picture", "request_id", b"request_id", "score", b"score", "target", b"target", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel_count", b"channel_count", "channels", b"channels", "contrast", b"contrast", "grid_height", b"grid_height", "grid_width", b"grid_width", "layer", b"layer", "maps", b"maps", "model", b"model", "photo", b"photo", "picture", b"picture", "predictions", b"predictions", "request_id", b"request_id", "score", b"score", "target", b"target", "timing", b"timing", "unchanged_predictions", b"unchanged_predictions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

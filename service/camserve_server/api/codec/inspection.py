@@ -4,10 +4,17 @@ from collections.abc import Mapping
 
 from camserve.v1 import explain_pb2
 from camserve_server.api.codec.checks import check_range
-from camserve_server.api.codec.predictions import contrast_message, explained_message
+from camserve_server.api.codec.interventions import read_interventions
+from camserve_server.api.codec.layers import find_layer
+from camserve_server.api.codec.predictions import contrast_message, explained_message, prediction_messages
 from camserve_server.api.codec.rendering import read_format
 from camserve_server.api.codec.replies import photo_message, picture_message, timing_message
-from camserve_server.api.codec.requests import check_layer, find_layer, read_model, with_value_range
+from camserve_server.api.codec.requests import (
+    DEFAULT_PREDICTIONS,
+    check_layer,
+    read_model,
+    with_value_range,
+)
 from camserve_server.api.codec.sizes import check_sizes
 from camserve_server.api.codec.targets import read_target, unfit, with_texts
 from camserve_server.core.errors import FailedPrecondition, InvalidArgument
@@ -44,7 +51,8 @@ def read_inspection(
         find_layer(name, model, f"layers[{index}]")
     if len(set(request.layers)) < len(request.layers):
         raise InvalidArgument("a layer is named twice", field="layers")
-    return InspectRequest(model, _target(request, model), tuple(request.layers), request.image)
+    interventions = read_interventions(request.interventions, model)
+    return InspectRequest(model, _target(request, model), tuple(request.layers), request.image, interventions)
 
 
 def read_extraction(
@@ -75,6 +83,7 @@ def read_extraction(
         raw=request.raw,
         picture=read_format(request.picture, "picture"),
         colormap=request.colormap or "viridis",
+        interventions=read_interventions(request.interventions, model),
     )
     _check_raw_size(features_request, limits)
     return features_request
@@ -123,6 +132,8 @@ def inspect_response(request: InspectRequest, result: InspectResult) -> explain_
             for name, reading in zip(request.names, result.readings, strict=True)
         ],
         timing=timing_message(result.timing),
+        predictions=prediction_messages(result.prediction, DEFAULT_PREDICTIONS),
+        unchanged_predictions=prediction_messages(result.unchanged, DEFAULT_PREDICTIONS),
     )
 
 
@@ -168,4 +179,6 @@ def features_response(request: FeaturesRequest, result: FeaturesResult) -> expla
         picture=picture_message(result.picture),
         photo=photo_message(result.size, result.prediction.seen),
         timing=timing_message(result.timing),
+        predictions=prediction_messages(result.prediction, DEFAULT_PREDICTIONS),
+        unchanged_predictions=prediction_messages(result.unchanged, DEFAULT_PREDICTIONS),
     )

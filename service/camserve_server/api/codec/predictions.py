@@ -29,6 +29,11 @@ def prediction_message(prediction: Prediction) -> explain_pb2.Prediction:
     )
 
 
+def prediction_messages(prediction: ModelPrediction | None, count: int) -> list[explain_pb2.Prediction]:
+    """Return the first predictions of a model as protobuf; none without a prediction."""
+    return [] if prediction is None else [prediction_message(each) for each in prediction.top(count)]
+
+
 def box_message(box: Box) -> explain_pb2.Box:
     """Convert a box to protobuf."""
     return explain_pb2.Box(left=box.left, top=box.top, right=box.right, bottom=box.bottom)

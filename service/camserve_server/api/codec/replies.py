@@ -7,11 +7,12 @@ from numpy.typing import NDArray
 
 from camserve.v1 import explain_pb2, models_pb2
 from camserve_server.api.codec.formats import FORMATS, FUSIONS
+from camserve_server.api.codec.interventions import intervention_message
 from camserve_server.api.codec.predictions import (
     box_message,
     contrast_message,
     explained_message,
-    prediction_message,
+    prediction_messages,
     target_message,
 )
 from camserve_server.core.arrays import Map
@@ -50,11 +51,12 @@ def explain_response(request: ExplainRequest, result: ExplainResult) -> explain_
     prediction, raw = result.prediction, request.rendering.heatmap
     response = explain_pb2.ExplainResponse(
         model=prediction.model.name,
-        predictions=map(prediction_message, prediction.top(request.predictions)),
+        predictions=prediction_messages(prediction, request.predictions),
         photo=photo_message(result.size, prediction.seen),
         timing=timing_message(result.timing),
         receipt=_receipt(result.receipt),
         class_map=None if result.class_map is None else _class_map(result.class_map),
+        unchanged_predictions=prediction_messages(result.unchanged, request.predictions),
     )
     while result.explanations:
         response.explanations.append(_explanation(prediction, result.explanations.pop(0), raw=raw))
@@ -94,6 +96,7 @@ def _receipt(receipt: Receipt) -> explain_pb2.Receipt:
         versions=receipt.versions,
         texts=receipt.texts,
         value_range=_range_message(receipt.value_range),
+        interventions=map(intervention_message, receipt.interventions),
     )
 
 

@@ -11,6 +11,8 @@ import numpy as np
 from camserve.v1 import explain_pb2
 from camserve_server.api.codec.checks import MAX_FLOAT, check_range, find_known, join_names, shorten
 from camserve_server.api.codec.formats import FUSIONS
+from camserve_server.api.codec.interventions import read_interventions
+from camserve_server.api.codec.layers import find_layer, list_layers
 from camserve_server.api.codec.rendering import read_rendering
 from camserve_server.api.codec.sizes import check_sizes
 from camserve_server.api.codec.targets import read_targets, with_texts
@@ -21,7 +23,7 @@ from camserve_server.jobs import Job
 from camserve_server.methods import METHODS, Parameter
 from camserve_server.methods.kinds import Perturbation
 from camserve_server.methods.values import Fusion, MethodCall, ParameterValue
-from camserve_server.models.values import PYRAMID, KnownModel, LayerInfo, ModelInfo
+from camserve_server.models.values import PYRAMID, KnownModel, ModelInfo
 from camserve_server.serving.requests import ExplainRequest
 from camserve_server.targets import kind_of
 from camserve_server.targets.values import Target
@@ -88,6 +90,7 @@ def _read_options(request: explain_pb2.ExplainRequest, models: Mapping[str, Know
     targets = read_targets(request, model, limits)
     _check_contrasts(calls, targets)
     pyramid = layers == model.pyramid and list(request.layers) in ([], [PYRAMID])
+    interventions = read_interventions(request.interventions, model)
     job = Job(
         model=model,
         calls=calls,
@@ -96,6 +99,8 @@ def _read_options(request: explain_pb2.ExplainRequest, models: Mapping[str, Know
         fusion=fusion or ("sum" if pyramid else None),
         pyramid=pyramid,
         class_map=_read_class_map(model, requested=request.class_map),
+        interventions=interventions,
+        unchanged_model=bool(interventions),
     )
     if job.rows > limits.rows:
         raise InvalidArgument(f"the request costs {job.rows} rows, and {limits.rows} is the limit", field="methods")
@@ -280,24 +285,6 @@ def _read_pyramid(names: Sequence[str], model: ModelInfo) -> tuple[str, ...]:
     return model.pyramid
 
 
-def find_layer(name: str, model: ModelInfo, field: str) -> LayerInfo:
-    """Return a layer.
-
-    Raises:
-        NotFound: no module that runs has this name.
-    """
-    if name not in model.layers:
-        hint = did_you_mean(name, model.layers)
-        raise NotFound(f'unknown layer "{shorten(name)}": {model.name} has {_list_layers(model)}{hint}', field=field)
-    return model.layers[name]
-
-
-def _list_layers(model: ModelInfo) -> str:
-    """List the layers that can be explained for an error: the outermost ones, if any."""
-    names = [name for name, layer in model.layers.items() if layer.layout]
-    return join_names([name for name in names if "." not in name] or names)
-
-
 def check_layer(name: str, model: ModelInfo, field: str) -> None:
     """Check that a layer exists and has a grid over the image.
 
@@ -308,7 +295,7 @@ def check_layer(name: str, model: ModelInfo, field: str) -> None:
     layer = find_layer(name, model, field)
     if not layer.layout:
         raise FailedPrecondition(
-            f'layer "{name}" cannot be explained: {layer.reason}; {model.name} has {_list_layers(model)}, '
+            f'layer "{name}" cannot be explained: {layer.reason}; {model.name} has {list_layers(model)}, '
             f'and the default is "{model.default_layer}"',
             field=field,
         )

@@ -13,13 +13,17 @@ LISTS: Mapping[str, str] = {
     "camserve.v1.ExplainRequest.targets": "targets",
     "camserve.v1.ExplainRequest.layers": "layers",
     "camserve.v1.ExplainRequest.texts": "texts",
+    "camserve.v1.ExplainRequest.interventions": "interventions",
+    "camserve.v1.Intervention.channels": "changed_channels",
     "camserve.v1.Method.parameters": "parameters",
     "camserve.v1.Finer.against": "against",
     "camserve.v1.EvaluateRequest.metrics": "metrics",
     "camserve.v1.Metric.parameters": "parameters",
     "camserve.v1.InspectLayersRequest.layers": "inspected",
     "camserve.v1.InspectLayersRequest.texts": "texts",
+    "camserve.v1.InspectLayersRequest.interventions": "interventions",
     "camserve.v1.ExtractFeaturesRequest.texts": "texts",
+    "camserve.v1.ExtractFeaturesRequest.interventions": "interventions",
     "open_inference.v2.ModelInferRequest.parameters": "asked",
     "open_inference.v2.ModelInferRequest.inputs": "tensors",
     "open_inference.v2.ModelInferRequest.outputs": "tensors",
@@ -33,7 +37,7 @@ LISTS: Mapping[str, str] = {
 }
 """The attribute of `Limits` for each repeated field and map of a request.
 
-Lists of numbers have no limit of their own: the size of the message limits them.
+Lists of numbers in tensors have no limit of their own: the size of the message limits them.
 """
 
 

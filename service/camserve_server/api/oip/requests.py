@@ -1,11 +1,14 @@
 """Conversion of ModelInferRequests: each becomes one ExplainRequest for each of its images."""
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
+
+from google.protobuf import json_format
 
 from camserve.v1 import explain_pb2
 from camserve_server.api import codec
@@ -179,6 +182,13 @@ def _write_texts(template: explain_pb2.ExplainRequest, parameter: _InferParamete
     template.texts.extend(parameter.text().splitlines())
 
 
+def _write_interventions(template: explain_pb2.ExplainRequest, parameter: _InferParameter, _model: ModelInfo) -> None:
+    try:
+        json_format.ParseDict({"interventions": json.loads(parameter.text())}, template)
+    except (json_format.ParseError, ValueError, RecursionError) as error:
+        raise parameter.error("a list of Intervention messages of camserve.v1, as JSON") from error
+
+
 def _write_layer(template: explain_pb2.ExplainRequest, parameter: _InferParameter, _model: ModelInfo) -> None:
     template.layers.append(parameter.text())
 
@@ -214,6 +224,7 @@ _WRITERS: Mapping[str, Writer] = {
     "target": _write_target,
     "texts": _write_texts,
     "layer": _write_layer,
+    "interventions": _write_interventions,
     "augmentation_smoothing": _write_flag,
     "eigen_smoothing": _write_flag,
     "overlay": _write_overlay,
@@ -318,6 +329,7 @@ _FIELDS = {
     "top_k": 'parameters["target"]',
     "layers": 'parameters["layer"]',
     "texts": 'parameters["texts"]',
+    "interventions": 'parameters["interventions"]',
     "image": "inputs[0]",
     "model": "model_name",
     "name": "model_name",

@@ -72,7 +72,8 @@ class AcceleratedModel:
 
     def can_run(self, pass_: Pass) -> bool:
         """Return whether the copy computes all that a pass needs."""
-        return pass_.kind in _KINDS and not pass_.randomised and self.layers.issuperset(pass_.layers)
+        changes_model = pass_.randomised or pass_.interventions  # its modules are folded, and may skip tokens
+        return pass_.kind in _KINDS and not changes_model and self.layers.issuperset(pass_.layers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,234 @@
+"""Interventions: changes to what the layers of a model return while a request is computed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, SupportsIndex, cast
+
+import numpy as np
+from google.protobuf import json_format
+
+from camserve._checks import invalid
+from camserve.v1 import explain_pb2
+
+_MAX_CHANNEL = 2**32 - 1  # uint32
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Intervention:
+    """A change to what a layer returns, as ``silence`` and the functions beside it make it.
+
+    Attributes:
+        change: Name of the change: "silence", "scale", "clamp", "replace_mean" or "clip_gradient".
+        layer: Name of the layer.
+        channels: The channels that change; empty for all.
+        input: True if the layer's input changes instead of its output.
+        factor: The factor of ``scale``.
+        minimum: The minimum of ``clamp``; None without one.
+        maximum: The maximum of ``clamp``; None without one.
+        limit: The limit of ``clip_gradient``.
+    """
+
+    change: str
+    layer: str
+    channels: tuple[int, ...] = ()
+    input: bool = False
+    factor: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    limit: float | None = None
+
+    def __repr__(self) -> str:
+        """Return the call that makes this value."""
+        numbers = {name: getattr(self, name) for name in ("factor", "minimum", "maximum", "limit")}
+        parts = [repr(self.layer), *(f"{name}={value!r}" for name, value in numbers.items() if value is not None)]
+        parts += [f"channels={list(self.channels)}"] if self.channels else []
+        return f"{self.change}({', '.join(parts + ['input=True'] * self.input)})"
+
+
+def silence(layer: str, channels: Iterable[SupportsIndex] = (), *, input: bool = False) -> Intervention:  # noqa: A002 -- the field's name
+    """Set channels of a layer to zero: what would the model say without them?
+
+    A layer's channels are the second axis of a convolution's output [B, C, h, w], and the last one of a
+    transformer's [B, N, C] or [B, h, w, C].
+
+    >>> silence("layer4", channels=[12, 40])
+    silence('layer4', channels=[12, 40])
+
+    Args:
+        layer: Name of the layer, as ``Client.layers`` lists them.
+        channels: Indices of the channels, from 0, each once, up to 8192. Default: all channels.
+        input: True to change the first tensor that the layer receives, instead of the one that it returns.
+
+    Raises:
+        InvalidArgument: The channels are no list of indices. ``explain`` raises it for a channel that the
+            layer does not have, and ``NotFound`` for an unknown layer.
+    """
+    return Intervention("silence", layer, _indices(channels), input)
+
+
+def scale(layer: str, factor: float, channels: Iterable[SupportsIndex] = (), *, input: bool = False) -> Intervention:  # noqa: A002 -- as above
+    """Multiply channels of a layer by a factor.
+
+    >>> scale("layer3", 0.5)
+    scale('layer3', factor=0.5)
+
+    Args:
+        layer: Name of the layer.
+        factor: The factor, a finite number.
+        channels: The channels, as for ``silence``.
+        input: As for ``silence``.
+    """
+    return Intervention("scale", layer, _indices(channels), input, factor=factor)
+
+
+def clamp(
+    layer: str,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    channels: Iterable[SupportsIndex] = (),
+    *,
+    input: bool = False,  # noqa: A002 -- as above
+) -> Intervention:
+    """Limit the values of channels to a range.
+
+    >>> clamp("layer2", minimum=0, maximum=6)
+    clamp('layer2', minimum=0, maximum=6)
+
+    Args:
+        layer: Name of the layer.
+        minimum: Smaller values become this one. Default: no minimum, and then there must be a maximum.
+        maximum: Larger values become this one, which is at least the minimum. Default: no maximum.
+        channels: The channels, as for ``silence``.
+        input: As for ``silence``.
+    """
+    return Intervention("clamp", layer, _indices(channels), input, minimum=minimum, maximum=maximum)
+
+
+def replace_mean(layer: str, channels: Iterable[SupportsIndex] = (), *, input: bool = False) -> Intervention:  # noqa: A002 -- as above
+    """Replace channels by their means over the grid of the image: what they show stays, and where is lost.
+
+    The tokens before and after a transformer's grid, such as the class token, stay as they are. A layer
+    without a grid is refused.
+
+    >>> replace_mean("layer4", channels=[3])
+    replace_mean('layer4', channels=[3])
+
+    Args:
+        layer: Name of the layer.
+        channels: The channels, as for ``silence``.
+        input: As for ``silence``.
+    """
+    return Intervention("replace_mean", layer, _indices(channels), input)
+
+
+def clip_gradient(layer: str, limit: float, channels: Iterable[SupportsIndex] = ()) -> Intervention:
+    """Limit the gradient at a layer's output, value by value, to a range around zero.
+
+    The predictions stay the same. The maps of this layer, and of layers before it, are computed from the
+    limited gradient.
+
+    >>> clip_gradient("layer3", 1.0)
+    clip_gradient('layer3', limit=1.0)
+
+    Args:
+        layer: Name of the layer.
+        limit: The largest absolute value, above 0.
+        channels: The channels, as for ``silence``.
+    """
+    return Intervention("clip_gradient", layer, _indices(channels), limit=limit)
+
+
+def _indices(channels: object) -> tuple[int, ...]:
+    """Return channels as integers.
+
+    Raises:
+        InvalidArgument: They are not a list of indices.
+    """
+    if isinstance(channels, Iterable):
+        listed = list(cast("Iterable[object]", channels))
+        whole = [each for each in listed if isinstance(each, SupportsIndex) and not isinstance(each, bool)]
+        indices = [operator.index(each) for each in whole]
+        if len(indices) == len(listed) and all(0 <= index <= _MAX_CHANNEL for index in indices):
+            return tuple(indices)
+    raise invalid("channels", f"they must be a list of indices from 0, such as [12, 40], not {channels!r}")
+
+
+def encode(interventions: object) -> list[explain_pb2.Intervention]:
+    """Encode the interventions of a request as protobuf.
+
+    Raises:
+        InvalidArgument: They are not a list of interventions, or a value in one has the wrong type.
+    """
+    if isinstance(interventions, Intervention | str) or not isinstance(interventions, Iterable):
+        raise invalid("interventions", f"they must be a list, such as [silence('layer4')], not {interventions!r}")
+    listed = enumerate(cast("Iterable[object]", interventions))
+    return [_encode(intervention, f"interventions[{index}]") for index, intervention in listed]
+
+
+def _encode(intervention: object, field: str) -> explain_pb2.Intervention:
+    if not isinstance(intervention, Intervention):
+        raise invalid(field, f"it must be made by silence, scale, …, not be a {type(intervention).__name__}")
+    message = explain_pb2.Intervention(
+        layer=intervention.layer, input=intervention.input, channels=intervention.channels
+    )
+    if intervention.change not in _WRITERS:
+        raise invalid(field, f"unknown change {intervention.change!r}: expected one of {', '.join(_WRITERS)}")
+    _WRITERS[intervention.change](message, intervention)
+    return message
+
+
+def _write_clamp(message: explain_pb2.Intervention, intervention: Intervention) -> None:
+    message.clamp.CopyFrom(explain_pb2.Clamp(minimum=intervention.minimum, maximum=intervention.maximum))
+
+
+_WRITERS: Mapping[str, Callable[[explain_pb2.Intervention, Any], None]] = {
+    "silence": lambda message, _intervention: setattr(message, "silence", True),
+    "scale": lambda message, intervention: setattr(message, "scale", intervention.factor),
+    "clamp": _write_clamp,
+    "replace_mean": lambda message, _intervention: setattr(message, "replace_mean", True),
+    "clip_gradient": lambda message, intervention: setattr(message, "clip_gradient", intervention.limit),
+}
+"""For each change, a function that writes it into a message."""
+
+
+def decode(message: explain_pb2.Intervention) -> Intervention:
+    """Decode an intervention; one of a newer server that this client does not know has an empty change."""
+    clamp = message.clamp
+    return Intervention(
+        message.WhichOneof("change") or "",
+        message.layer,
+        tuple(message.channels),
+        message.input,
+        factor=_number(message.scale) if message.HasField("scale") else None,
+        minimum=_number(clamp.minimum) if clamp.HasField("minimum") else None,
+        maximum=_number(clamp.maximum) if clamp.HasField("maximum") else None,
+        limit=_number(message.clip_gradient) if message.HasField("clip_gradient") else None,
+    )
+
+
+def _number(value: float) -> float:
+    """Return the shortest number that has the same float32 value: 0.3 and not 0.30000001192092896."""
+    return float(str(np.float32(value)))
+
+
+def to_json(intervention: Intervention) -> Mapping[str, Any]:
+    """Encode an intervention for a receipt: in protobuf's JSON, with the field names of the .proto file."""
+    return json_format.MessageToDict(_encode(intervention, "interventions"), preserving_proto_field_name=True)
+
+
+def from_json(value: Any) -> Intervention:
+    """Decode an intervention of a receipt.
+
+    Raises:
+        ValueError: It is not a valid one.
+    """
+    try:
+        message = json_format.ParseDict(value, explain_pb2.Intervention())
+    except json_format.ParseError as error:
+        raise ValueError(str(error)) from error
+    if message.WhichOneof("change") is None:
+        raise ValueError("it names no change")
+    return decode(message)
