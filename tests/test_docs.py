@@ -15,6 +15,7 @@ import yaml
 from torchvision.models import ResNet18_Weights, resnet18
 
 import camserve
+import camserve_server
 import needs
 from camserve_server import methods, metrics
 from camserve_server.cli import commands
@@ -183,6 +184,37 @@ def test_explainer_page_examples_run_as_printed(tmp_path, monkeypatch):
     assert len(blocks) == 4
     assert (tmp_path / "why.jpg").stat().st_size > 1000
     assert len(names["result"].explanations) == 1
+
+
+class Frames(torch.nn.Module):
+    """Network for clips that halves the number of frames."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer4 = torch.nn.Conv3d(3, 4, 3, (2, 8, 8), 1)
+        self.head = torch.nn.Linear(4, 2)
+
+    def forward(self, clip):
+        return self.head((self.layer4(clip) ** 2).mean((2, 3, 4)))
+
+
+def test_pictures_page_examples_run_as_printed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    photos = np.random.default_rng(0).integers(0, 256, (8, 112, 112, 3), np.uint8)
+    names = {"np": np, "network": Frames(), "labels": ["still", "moving"], "frames": photos}
+    names["load_my_network"] = Frames
+    blocks = re.findall(r"```python\n(.*?)```", page("pictures"), re.DOTALL)
+    exec(blocks[0], names)  # noqa: S102 -- that is the promise
+    maps = names["maps"]
+    exec(blocks[1], names)  # noqa: S102 -- the same
+    with camserve_server.running(models={"clips": names["build"]()}) as address, camserve.Client(address) as client:
+        served = client.explain(names["sheet"], targets=0)
+
+    assert len(blocks) == 2
+    assert (tmp_path / "frames.jpg").stat().st_size > 1000
+    assert maps.shape == (8, 14, 14)
+    assert np.array_equal(maps[::2], maps[1::2])
+    assert served.explanations[0].layer == "sheet"
 
 
 def test_server_page_example_serves_a_network_of_this_process(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from camserve_server.models.source import Source
 from camserve_server.models.sources import check, import_libraries, search_current_folder, spec_of_network
 from camserve_server.models.spec import EMBEDDED, ModelSpec, parse
 from camserve_server.models.text import TextTower
+from camserve_server.models.tiles import tiled
 
 __all__ = [
     "EMBEDDED",
@@ -25,4 +26,5 @@ __all__ = [
     "parse",
     "search_current_folder",
     "spec_of_network",
+    "tiled",
 ]
