@@ -198,22 +198,38 @@ class Frames(torch.nn.Module):
         return self.head((self.layer4(clip) ** 2).mean((2, 3, 4)))
 
 
+class Siamese(torch.nn.Module):
+    """Network that calls one backbone for each of two pictures."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = torch.nn.Sequential()
+        self.backbone.add_module("layer4", torch.nn.Conv2d(3, 4, 3, 8, 1))
+        self.head = torch.nn.Linear(8, 2)
+
+    def forward(self, first, second):
+        features = torch.cat([self.backbone(first), self.backbone(second)], 1)
+        return self.head((features**2).mean((2, 3)))
+
+
 def test_pictures_page_examples_run_as_printed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     photos = np.random.default_rng(0).integers(0, 256, (8, 112, 112, 3), np.uint8)
-    names = {"np": np, "network": Frames(), "labels": ["still", "moving"], "frames": photos}
-    names["load_my_network"] = Frames
+    names = {"np": np, "network": Frames(), "labels": ["still", "moving"], "frames": photos, "siamese": Siamese()}
+    names |= {"first": photos[0], "second": photos[1], "load_my_network": Frames}
     blocks = re.findall(r"```python\n(.*?)```", page("pictures"), re.DOTALL)
     exec(blocks[0], names)  # noqa: S102 -- that is the promise
     maps = names["maps"]
     exec(blocks[1], names)  # noqa: S102 -- the same
+    exec(blocks[2], names)  # noqa: S102 -- the same
     with camserve_server.running(models={"clips": names["build"]()}) as address, camserve.Client(address) as client:
         served = client.explain(names["sheet"], targets=0)
 
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     assert (tmp_path / "frames.jpg").stat().st_size > 1000
     assert maps.shape == (8, 14, 14)
     assert np.array_equal(maps[::2], maps[1::2])
+    assert names["result"].explanations[0].heatmap.shape == (14, 28)
     assert served.explanations[0].layer == "sheet"
 
 

@@ -34,6 +34,29 @@ class Video(nn.Module):
         return self.head(self.norm(last.movedim(1, 4)).tanh().mean((1, 2, 3)))
 
 
+class Pair(nn.Module):
+    """Network with one backbone for two pictures, which it calls in one of several ways."""
+
+    def __init__(self, form="calls"):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 6, 3, 1, 1))
+        self.other = nn.Sequential(nn.Conv2d(3, 5, 3, 2, 1), nn.Tanh())
+        self.head = nn.Linear(11 if form == "streams" else 12, 3)
+        self.form = form
+
+    def forward(self, *pictures):
+        if self.form == "views":
+            features = self.backbone(pictures[0].flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
+        elif self.form == "joined":
+            features = self.backbone(torch.cat(pictures)).chunk(2)
+        elif self.form == "streams":
+            second = self.other(pictures[1])  # the first picture need not come first
+            features = self.backbone(pictures[0]), second
+        else:
+            features = [self.backbone(picture) for picture in pictures]
+        return self.head(torch.cat([(each.tanh() ** 2).mean((2, 3)) for each in features], 1))
+
+
 def seeded(make, *args):
     torch.manual_seed(0)
     return make(*args).eval()
@@ -135,9 +158,48 @@ def test_frames_without_an_equal_share_of_slices_leave_the_logits_unchanged():
     assert torch.allclose(found, network(sheet.transpose(1, 2)), rtol=1e-12, atol=0)
 
 
-def test_neighbours_in_a_batch_do_not_mix_and_no_hook_is_left():
+PAIRS = {
+    "calls": ("separate", "backbone", torch.cat),
+    "joined": ("separate", "backbone", lambda outputs: outputs[0]),
+    "views": ("views", "backbone", lambda outputs: outputs[0]),
+}
+
+
+@pytest.mark.parametrize("form", PAIRS)
+def test_maps_of_two_pictures_through_one_backbone_equal_autograds(form):
+    network, grid, (inputs, layer, arrange) = seeded(Pair, form), (1, 2), PAIRS[form]
+    model, sheet = loaded(network, grid, layer, inputs), noise(grid)
+
+    def expected(dtype):
+        pictures = pictures_of(sheet, grid, dtype)
+        arguments = [pictures] if inputs == "views" else [each.contiguous() for each in pictures.unbind(1)]
+        return differentiated(network, arguments, [layer], arrange)
+
+    check(model, sheet, grid, expected)
+
+
+def test_maps_of_two_pictures_with_a_backbone_each_equal_autograds():
+    network, grid = seeded(Pair, "streams"), (1, 2)
+    model, sheet = loaded(network, grid, ("backbone", "other"), "separate"), noise(grid)
+
+    def arrange(outputs):
+        second, first = outputs
+        zeros = torch.zeros_like
+        return torch.cat([torch.cat([first, zeros(second)], 1), torch.cat([zeros(first), second], 1)])
+
+    def expected(dtype):
+        pictures = [each.contiguous() for each in pictures_of(sheet, grid, dtype).unbind(1)]
+        return differentiated(network, pictures, ["backbone", "other"], arrange)
+
+    check(model, sheet, grid, expected)
+
+
+@pytest.mark.parametrize("form", [*PAIRS, "video"])
+def test_neighbours_in_a_batch_do_not_mix_and_no_hook_is_left(form):
+    network = seeded(Video) if form == "video" else seeded(Pair, form)
+    inputs, layer, _ = ("video", "last", None) if form == "video" else PAIRS[form]
     sheets = torch.randn(3, 3, SIDE, 2 * SIDE, dtype=torch.float64)
-    whole = tiled(seeded(Video).double(), (1, 2), "last")
+    whole = tiled(network.double(), (1, 2), layer, inputs)
     together, alone = whole(sheets), torch.cat([whole(each[None]) for each in sheets])
 
     assert torch.allclose(together, alone, rtol=1e-12, atol=0)
@@ -145,7 +207,7 @@ def test_neighbours_in_a_batch_do_not_mix_and_no_hook_is_left():
 
 
 def test_methods_of_the_input_and_of_edits_work_on_a_sheet():
-    model, sheet = loaded(seeded(Video), (1, 2), "last", "video"), noise((1, 2))
+    model, sheet = loaded(seeded(Pair), (1, 2), "backbone", "separate"), noise((1, 2))
     result = explain(model, sheet, job(model, ["saliency", "occlusion", "ablationcam"], [ClassTarget(1)]))
     shapes = [each.heatmap.shape for each in result.explanations]
 
@@ -158,8 +220,11 @@ def test_methods_of_the_input_and_of_edits_work_on_a_sheet():
     [
         (lambda: tiled(Video(), (1, 1), "last"), "at least two tiles"),
         (lambda: tiled(Video(), (1, 2), "lasst"), 'no layer "lasst" .did you mean "last"'),
+        (lambda: tiled(Pair(), (1, 2), ["backbone"] * 3), "3 layers for 2 pictures"),
         (lambda: tiled(Video(), (1, 2), "last", "vidio"), 'inputs="vidio" must be one of video, views, separate'),
         (lambda: loaded(Video(), (1, 2), "head", "video"), r"returns \[1, 3\] for 1 images; with 1x2 pictures"),
+        (lambda: loaded(Pair("streams"), (1, 2), "other", "separate"), '"other" was called for 1 of them; with 1x2'),
+        (lambda: loaded(Pair(), (1, 2), ["backbone", "other"], "separate"), "was called again for picture 0"),
     ],
 )
 def test_wrong_description_of_pictures_is_refused_with_the_reason(make, words):
