@@ -17,7 +17,7 @@ from torchvision.models import ResNet18_Weights, resnet18
 import camserve
 import camserve_server
 import needs
-from camserve_server import methods, metrics
+from camserve_server import Explainer, methods, metrics
 from camserve_server.cli import commands
 from camserve_server.core import config
 from camserve_server.imaging import render
@@ -184,6 +184,41 @@ def test_explainer_page_examples_run_as_printed(tmp_path, monkeypatch):
     assert len(blocks) == 4
     assert (tmp_path / "why.jpg").stat().st_size > 1000
     assert len(names["result"].explanations) == 1
+
+
+class Heads(torch.nn.Module):
+    """Network with two heads of two classes each, a map, a sequence of classes, and a single logit."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.layer = torch.nn.Conv2d(3, 4, 5, 8, 2)
+        self.form = form
+
+    def forward(self, image):
+        layer = self.layer(image)
+        first, second = (layer**2).mean((2, 3)).chunk(2, 1)
+        return {
+            "two_heads": {"colour": first, "shape": second},
+            "reader": torch.stack([first, second, first - second], 1),
+            "one_logit": first[:, :1],
+            "depth": layer[:, :1] ** 2,
+        }[self.form]
+
+
+def test_models_page_examples_of_outputs_run_as_printed(tmp_path, monkeypatch):
+    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(with Explainer\(.*?)```", page("models"), re.DOTALL)
+    labels = []
+    for block in blocks:
+        names = {name: Heads(name) for name in ("two_heads", "reader", "one_logit", "depth")}
+        names |= {"camserve": camserve, "Explainer": Explainer, "letters": ["a", "b"]}
+        exec(block, names)  # noqa: S102 -- that is the promise
+        explanations = names.get("result", names.get("third")).explanations
+        labels.append([each.target.label for each in explanations])
+
+    assert labels == [["round"], ["b"], ["ill", "healthy", "ill"], ["depth"]]
+    assert explanations[0].score > 0
 
 
 class Frames(torch.nn.Module):

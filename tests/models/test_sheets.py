@@ -11,7 +11,7 @@ from torch import nn
 from camserve_server.core.errors import ConfigError
 from camserve_server.models import Preprocess, Source, load, spec_of_network, tiled
 from camserve_server.models.hooks import hook_count
-from camserve_server.models.tiles import cut, join
+from camserve_server.models.sheets import cut, join
 from camserve_server.targets.values import ClassTarget
 from methods.tools import error_ratio, explain, job
 
