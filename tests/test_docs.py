@@ -15,8 +15,9 @@ import yaml
 from torchvision.models import ResNet18_Weights, resnet18
 
 import camserve
+import camserve_server
 import needs
-from camserve_server import methods, metrics
+from camserve_server import Explainer, methods, metrics
 from camserve_server.cli import commands
 from camserve_server.core import config
 from camserve_server.imaging import render
@@ -183,6 +184,88 @@ def test_explainer_page_examples_run_as_printed(tmp_path, monkeypatch):
     assert len(blocks) == 4
     assert (tmp_path / "why.jpg").stat().st_size > 1000
     assert len(names["result"].explanations) == 1
+
+
+class Heads(torch.nn.Module):
+    """Network with two heads of two classes each, a map, a sequence of classes, and a single logit."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.layer = torch.nn.Conv2d(3, 4, 5, 8, 2)
+        self.form = form
+
+    def forward(self, image):
+        layer = self.layer(image)
+        first, second = (layer**2).mean((2, 3)).chunk(2, 1)
+        return {
+            "two_heads": {"colour": first, "shape": second},
+            "reader": torch.stack([first, second, first - second], 1),
+            "one_logit": first[:, :1],
+            "depth": layer[:, :1] ** 2,
+        }[self.form]
+
+
+def test_models_page_examples_of_outputs_run_as_printed(tmp_path, monkeypatch):
+    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(with Explainer\(.*?)```", page("models"), re.DOTALL)
+    labels = []
+    for block in blocks:
+        names = {name: Heads(name) for name in ("two_heads", "reader", "one_logit", "depth")}
+        names |= {"camserve": camserve, "Explainer": Explainer, "letters": ["a", "b"]}
+        exec(block, names)  # noqa: S102 -- that is the promise
+        explanations = names.get("result", names.get("third")).explanations
+        labels.append([each.target.label for each in explanations])
+
+    assert labels == [["round"], ["b"], ["ill", "healthy", "ill"], ["depth"]]
+    assert explanations[0].score > 0
+
+
+class Frames(torch.nn.Module):
+    """Network for clips that halves the number of frames."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer4 = torch.nn.Conv3d(3, 4, 3, (2, 8, 8), 1)
+        self.head = torch.nn.Linear(4, 2)
+
+    def forward(self, clip):
+        return self.head((self.layer4(clip) ** 2).mean((2, 3, 4)))
+
+
+class Siamese(torch.nn.Module):
+    """Network that calls one backbone for each of two pictures."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = torch.nn.Sequential()
+        self.backbone.add_module("layer4", torch.nn.Conv2d(3, 4, 3, 8, 1))
+        self.head = torch.nn.Linear(8, 2)
+
+    def forward(self, first, second):
+        features = torch.cat([self.backbone(first), self.backbone(second)], 1)
+        return self.head((features**2).mean((2, 3)))
+
+
+def test_pictures_page_examples_run_as_printed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    photos = np.random.default_rng(0).integers(0, 256, (8, 112, 112, 3), np.uint8)
+    names = {"np": np, "network": Frames(), "labels": ["still", "moving"], "frames": photos, "siamese": Siamese()}
+    names |= {"first": photos[0], "second": photos[1], "load_my_network": Frames}
+    blocks = re.findall(r"```python\n(.*?)```", page("pictures"), re.DOTALL)
+    exec(blocks[0], names)  # noqa: S102 -- that is the promise
+    maps = names["maps"]
+    exec(blocks[1], names)  # noqa: S102 -- the same
+    exec(blocks[2], names)  # noqa: S102 -- the same
+    with camserve_server.running(models={"clips": names["build"]()}) as address, camserve.Client(address) as client:
+        served = client.explain(names["sheet"], targets=0)
+
+    assert len(blocks) == 3
+    assert (tmp_path / "frames.jpg").stat().st_size > 1000
+    assert maps.shape == (8, 14, 14)
+    assert np.array_equal(maps[::2], maps[1::2])
+    assert names["result"].explanations[0].heatmap.shape == (14, 28)
+    assert served.explanations[0].layer == "sheet"
 
 
 def test_server_page_example_serves_a_network_of_this_process(tmp_path, monkeypatch):

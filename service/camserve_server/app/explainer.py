@@ -21,9 +21,9 @@ from camserve_server.core import config
 from camserve_server.core.errors import ConfigError, ServiceError, did_you_mean
 from camserve_server.imaging import inputs
 from camserve_server.models import ModelSpec, Source, TextTower, parse, search_current_folder, spec_of_network
-from camserve_server.models.live import Output
+from camserve_server.models.heads import Output
 from camserve_server.models.source import IMAGENET_MEAN, IMAGENET_STD
-from camserve_server.models.values import Task
+from camserve_server.models.values import DeclaredTask
 
 if TYPE_CHECKING:
     from camserve_server.imaging.values import Preprocess
@@ -44,8 +44,10 @@ class NetworkOptions(TypedDict, total=False):
         transform: Function that turns a photo into the input [3, H, W], instead of a resize, a crop and a
             normalisation. It gets a PIL image, or a uint8 array [height, width, 3] if it fails with an image. `crop`
             then describes the part of the photo that the input shows, so that heatmaps are drawn in the right place.
-        output: Function that turns the network's output into logits [B, classes].
-        task: Task of the network, such as "multilabel". Default: detected by running it.
+        output: Key, attribute or index of the output to explain, of a network with several; or a function that turns
+            the network's output into logits [B, classes].
+        task: Task of the network, such as "multilabel", or "binary" for one logit for two classes. Default:
+            detected by running it.
         accelerate: True to run a faster copy of the network where one exists. Default: True.
         text: Text side of a network whose output is an embedding of the image, such as that of CLIP. Labels are then
             texts.
@@ -57,8 +59,8 @@ class NetworkOptions(TypedDict, total=False):
     std: Sequence[float]
     labels: Sequence[str]
     transform: inputs.Transform | None
-    output: Output | None
-    task: Task | None
+    output: Output | str | int | None
+    task: DeclaredTask | None
     accelerate: bool
     text: TextTower | None
 

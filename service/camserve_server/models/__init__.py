@@ -5,6 +5,7 @@ It may import `imaging` and `telemetry` and the rooms below.
 
 from camserve_server.imaging.values import KeepAspect, Preprocess
 from camserve_server.models.load import LoadedModel, digest, load
+from camserve_server.models.sheets import tiled
 from camserve_server.models.source import Source
 from camserve_server.models.sources import check, import_libraries, search_current_folder, spec_of_network
 from camserve_server.models.spec import EMBEDDED, ModelSpec, parse
@@ -25,4 +26,5 @@ __all__ = [
     "parse",
     "search_current_folder",
     "spec_of_network",
+    "tiled",
 ]

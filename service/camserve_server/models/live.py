@@ -15,9 +15,6 @@ from torch import Tensor, nn
 
 from camserve_server.core.errors import ConfigError
 
-Output = Callable[[Any], Any]
-"""Returns a network's logits [B, classes] from whatever its forward pass returns."""
-
 
 def alias(tensor: Tensor) -> Tensor:
     """Return a parameter without gradient that shares memory with this parameter; copy a buffer.
@@ -76,16 +73,16 @@ def frozen(module: nn.Module) -> Iterator[None]:
             parameter.requires_grad = True
 
 
-def with_output(module: nn.Module, output: Output) -> nn.Module:
-    """Make a network return its logits: apply a user's function to the output of its forward pass.
+def with_output(module: nn.Module, output: Callable[[Any], Any]) -> nn.Module:
+    """Make a network return its logits: apply a function to the output of its forward pass.
 
     The module gets a class of its own, derived from its present one. A wrapper module would add a level to the names of
     all layers, and a hook would look like a hook of the network's own.
     """
-    kind = type(module)
+    kind = getattr(type(module), "_without_output", type(module))  # a factory may return the same module again
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return output(kind.__call__(self, *args, **kwargs))
 
-    module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+    module.__class__ = type(kind.__name__, (kind,), {"__call__": call, "_without_output": kind})
     return module

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from camserve_server.models.source import Source
 from camserve_server.models.sources import build
 from camserve_server.models.spec import ModelSpec
 from camserve_server.models.text import TextTower
-from camserve_server.models.values import ModelInfo, Pass
+from camserve_server.models.values import ModelInfo, Pass, Task
 
 log = logging.getLogger(__name__)
 
@@ -202,6 +202,9 @@ def _frozen_tower(tower: TextTower | None, device: str) -> TextTower | None:
 
 def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> ModelInfo:
     probed, sha256 = _probe_or_recall(spec, source, device)
+    if (probed.task, probed.classes) == ("classify", 1):
+        words = "model %s has one output, whose softmax is always 1: set its task to binary, multilabel or regress"
+        log.warning(words, spec.name)
     modules = [source.module, *([source.text.encoder] if source.text else [])]
     return ModelInfo(
         name=spec.name,
@@ -228,7 +231,8 @@ def _labels_of(spec: ModelSpec, source: Source, probed: Probed) -> tuple[str, ..
     """Return one label per class, or none."""
     classes = probed.classes
     if (spec.labels or (spec.live and source.labels)) and len(source.labels) != classes:
-        raise ConfigError(f"{len(source.labels)} labels for {classes} classes")
+        hint = "; task=binary makes two classes of one logit" if (len(source.labels), classes) == (2, 1) else ""
+        raise ConfigError(f"{len(source.labels)} labels for {classes} classes{hint}")
     return source.labels if len(source.labels) == classes and probed.task != "embed" else ()
 
 
@@ -252,12 +256,12 @@ def _probe_or_recall(spec: ModelSpec, source: Source, device: str) -> tuple[Prob
     """Probe a model, unless an earlier start has left the result; return it with the digest of the weights."""
     module = source.module
     if not probe_cache.is_cacheable(spec, device):
-        return _probe(spec, source, device), digest(module)
+        return _probe(source, device), digest(module)
     sha256, state = digest(module), _state_of(module)
     key = probe_cache.key_of(spec, source.preprocess.size, len(source.labels), sha256)
     if probed := probe_cache.load(key, module):
         return probed, sha256
-    probed = _probe(spec, source, device)
+    probed = _probe(source, device)
     if _state_of(module) != state:  # the model changes its buffers while it runs
         return probed, digest(module)
     probe_cache.store(key, probed)
@@ -270,8 +274,9 @@ def _state_of(module: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: (tensor.data_ptr(), tensor._version) for name, tensor in state.items()}  # noqa: SLF001 -- as in `hooks`
 
 
-def _probe(spec: ModelSpec, source: Source, device: str) -> Probed:
-    trial, module = tasks.Trial(spec.task or source.task, source.labels, source.queries), source.module
+def _probe(source: Source, device: str) -> Probed:
+    task, module = cast("Task | None", source.task), source.module  # `build` has replaced a binary task
+    trial = tasks.Trial(task, source.labels, source.queries)
     layers, classes = probe.probe(module, source.preprocess.size, device, trial, channels=source.preprocess.channels)
     trunk = layers if trial.trunk is None else {name: layer for name, layer in layers.items() if name in trial.trunk}
     is_trunk = partial(probe.is_trunk, modules=dict(module.named_modules()))

@@ -93,6 +93,7 @@ def key_of(spec: ModelSpec, size: tuple[int, int], labels: int, digest: str) -> 
     return {
         "source": spec.origin,
         "task": spec.task,
+        "output": spec.output,
         "size": [*size],
         "sized": spec.size,
         "channels": spec.channels,

@@ -6,9 +6,9 @@ from pathlib import Path
 from torch import nn
 
 from camserve_server.imaging.values import Preprocess
-from camserve_server.models import live
+from camserve_server.models.heads import Output
 from camserve_server.models.text import TextTower
-from camserve_server.models.values import Task
+from camserve_server.models.values import DeclaredTask
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -33,8 +33,9 @@ class Source:
         preprocess: the preprocessing of its input.
         labels: one label per class; empty if unknown.
         task: the task; None if unknown.
-        output: a function from the module's output to logits [B, classes]. Needed only if the output is neither that
-            tensor nor an object whose attribute `logits` or first tensor it is.
+        output: the key, attribute or index of the output to explain, of a module with several; or a function from the
+            module's output to logits [B, classes]. Needed only if the output is neither that tensor nor an object whose
+            attribute `logits` or first tensor it is.
         text: the text side of a model whose output is an embedding; None if it takes no texts. Labels are then texts.
         queries: the number of learned tokens that ask for one object each, as in DETR; 0 without such tokens.
     """
@@ -42,7 +43,7 @@ class Source:
     module: nn.Module
     preprocess: Preprocess = DEFAULT_PREPROCESS
     labels: tuple[str, ...] = ()
-    task: Task | None = None
-    output: live.Output | None = None
+    task: DeclaredTask | None = None
+    output: Output | str | int | None = None
     text: TextTower | None = None
     queries: int = 0

@@ -15,7 +15,7 @@ from torch import nn
 
 from camserve_server.core import plugins
 from camserve_server.core.errors import ConfigError, did_you_mean
-from camserve_server.models import checkpoint, efficientnet_lite, huggingface, live
+from camserve_server.models import checkpoint, efficientnet_lite, heads, huggingface, live
 from camserve_server.models.source import IMAGENET_LABELS, LITE, Source
 from camserve_server.models.spec import ModelSpec
 
@@ -29,6 +29,20 @@ def build(spec: ModelSpec) -> Source:
     Raises:
         ConfigError: the source has no such model, or its weights cannot be fetched or read.
     """
+    source = _build(spec)
+    declared = spec.task or source.task
+    output = heads.output_of(spec.output or source.output)
+    if declared == "binary":
+        output = heads.composed(output, heads.two_classes)
+    if output is None:
+        return replace(source, task=declared)
+    if spec.live is not None and source.module is spec.live.module:
+        raise ConfigError(f"{spec.origin} cannot be copied, so output= cannot be used: return the logits from forward")
+    task = None if declared == "binary" else declared
+    return replace(source, module=live.with_output(source.module, output), task=task)
+
+
+def _build(spec: ModelSpec) -> Source:
     if spec.live is not None:
         return _from_live(spec)
     make = _maker(spec)  # imports nothing later: random numbers that an import draws would change the weights
@@ -87,9 +101,7 @@ def _from_live(spec: ModelSpec) -> Source:
     module = copied(source.module)
     if source.text is not None:
         source = replace(source, text=replace(source.text, encoder=copied(source.text.encoder)))
-    if source.output is not None and module is source.module:
-        raise ConfigError(f"{spec.origin} cannot be copied, so output= cannot be used: return the logits from forward")
-    return replace(source, module=live.with_output(module, source.output) if source.output else module)
+    return replace(source, module=module)
 
 
 def _from_package(spec: ModelSpec) -> Source:

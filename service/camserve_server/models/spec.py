@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 from camserve_server.core.devices import Precision
 from camserve_server.core.errors import ConfigError, did_you_mean
 from camserve_server.imaging.channels import MAX_CHANNELS
-from camserve_server.models.values import Task
+from camserve_server.models.values import DeclaredTask, Task
 
 EMBEDDED = "efficientnet_lite0"
 """The default model: its ImageNet weights come with `camserve[server]`."""
@@ -22,6 +22,7 @@ OPTIONS = (
     "size",
     "sha256",
     "task",
+    "output",
     "compile",
     "accelerate",
     "channels",
@@ -65,6 +66,7 @@ class ModelSpec:
             is opened. Empty if the operator named the file.
         live: a `Source` with a network of this process; None to build the model.
         shared: True if the memory of that network's parameters is shared, False if they are copied.
+        output: the key, attribute or index of the output to explain, of a network with several; empty for its own.
     """
 
     name: str
@@ -76,13 +78,14 @@ class ModelSpec:
     classes: int | None = None
     size: int | None = None
     sha256: str = ""
-    task: Task | None = None
+    task: DeclaredTask | None = None
     compile: bool = False
     folder: str = ""
     model_folder: str = ""
     live: Any = field(default=None, repr=False)
     shared: bool = False
     accelerate: bool = True
+    output: str = ""
     channels: int | None = None
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -130,6 +133,7 @@ def parse(text: str) -> ModelSpec:
         size=_parse_number(text, "size", options),
         sha256=options.get("sha256", "").lower(),
         task=_parse_task(text, options.get("task"), source, classes),
+        output=options.get("output", ""),
         compile=_parse_bool(text, "compile", options),
         accelerate=_parse_bool(text, "accelerate", options, default="true"),
         channels=_parse_channels(text, options, source),
@@ -177,12 +181,12 @@ def _parse_precision(text: str, value: str) -> Precision:
     return cast("Precision", value)
 
 
-def _parse_task(text: str, value: str | None, source: str, classes: int | None) -> Task | None:
-    if value is not None and value not in get_args(Task):
-        hint = did_you_mean(value, get_args(Task))
-        raise ConfigError(f'model "{text}": task must be one of {", ".join(get_args(Task))}{hint}')
+def _parse_task(text: str, value: str | None, source: str, classes: int | None) -> DeclaredTask | None:
+    names = (*get_args(Task), "binary")
+    if value is not None and value not in names:
+        raise ConfigError(f'model "{text}": task must be one of {", ".join(names)}{did_you_mean(value, names)}')
     if classes != 0:
-        return cast("Task | None", value)
+        return cast("DeclaredTask | None", value)
     if source != "timm" or value not in (None, "embed"):
         raise ConfigError(f'model "{text}": classes=0 replaces the head by an embedding, for timm models only')
     return "embed"

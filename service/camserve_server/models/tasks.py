@@ -191,6 +191,10 @@ def _dims(output: Any) -> int:
 
 
 def _description(output: Any) -> str:
+    if isinstance(output, Mapping) and len(output) > 1:
+        return f"several outputs ({', '.join(map(str, output))}: name one with output=)"
+    if isinstance(output, list) and len(output) > 1:
+        return f"{len(output)} outputs (name one by its index with output=)"
     tensor = _main_tensor(output)
     return f"a tensor {list(tensor.shape)}" if tensor is not None else "no tensor"
 

@@ -45,6 +45,9 @@ Task: TypeAlias = Literal["classify", "multilabel", "regress", "segment", "detec
 """The output of a model: logits of exclusive classes, logits of independent classes, numbers, logits of classes for
 every pixel, boxes, or an embedding."""
 
+DeclaredTask: TypeAlias = Task | Literal["binary"]
+"""A task as a user declares it. A binary model has one logit for two classes; two logits are made of it."""
+
 
 PYRAMID = "pyramid"
 """Name, in requests and results, of all layers of a model's pyramid together."""
