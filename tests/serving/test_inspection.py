@@ -13,7 +13,7 @@ from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_gr
 from camserve_server.api import codec
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import render, tiles
-from camserve_server.serving import inspection
+from camserve_server.serving import channels
 from camserve_server.serving.requests import FeaturesRequest
 from support import PHOTOS, rows_waiting, serving, wait_until
 
@@ -222,21 +222,21 @@ def test_equal_channels_are_ordered_by_index_and_non_finite_ones_are_last():
     values = np.array([1, np.nan, 3, 3, -5], np.float32)
     ones = values[:, None, None] * np.ones((5, 2, 2), np.float32)
 
-    assert [channel.index for channel in inspection.rank_channels(ones, values, order("activation", 5))] == [
+    assert [channel.index for channel in channels.rank_channels(ones, values, order("activation", 5))] == [
         2,
         3,
         0,
         4,
         1,
     ]
-    assert [channel.index for channel in inspection.rank_channels(ones, values, order("gradient", 5))] == [
+    assert [channel.index for channel in channels.rank_channels(ones, values, order("gradient", 5))] == [
         4,
         2,
         3,
         0,
         1,
     ]
-    assert [channel.index for channel in inspection.rank_channels(ones, values, order("gradient", 2))] == [4, 2]
+    assert [channel.index for channel in channels.rank_channels(ones, values, order("gradient", 2))] == [4, 2]
 
 
 @pytest.mark.parametrize(("kind", "name"), [(1, "JPEG"), (2, "PNG"), (3, "WEBP")])
