@@ -384,3 +384,50 @@ def test_raw_maps_beyond_the_limit_are_refused_with_the_number_that_fits(extract
     assert words.endswith("request at most 7")
     assert len(extract(layer=GRID, top=7).maps) == 7 * bytes_per_map
     assert len(extract(layer=GRID, top=8, raw=False, picture=1).picture.data) > 0
+
+
+# ------------------------------------------------------------------------------------- components, concepts and heads
+
+
+def test_components_in_the_basis_of_a_response_are_the_same_bit_for_bit(extract):
+    other = PHOTOS["coffee"].read_bytes()
+    first = extract(layer=GRID, rank=3, fit_images=[other], foreground=True, picture=2)
+    again = extract(layer=GRID, rank=3, basis=first.basis)
+    second = extract(layer=GRID, rank=3, basis=first.basis, image=other)
+
+    assert again.maps == first.maps
+    assert again.basis == first.basis == second.basis
+    assert [channel.share for channel in first.channels] == sorted((c.share for c in first.channels), reverse=True)
+    assert np.isnan(maps(first)).any()
+    assert (first.picture.width, first.picture.height) == (451, 300)
+
+
+def test_concepts_have_shares_and_the_nearest_classes(extract):
+    reply = extract(model="efficientnet_lite0", rank=4, top=3, picture=2)
+
+    assert sum(channel.share for channel in reply.channels) == pytest.approx(1)
+    assert {"Egyptian cat", "tiger cat", "tabby", "lynx"} >= {each.nearest[0].label for each in reply.channels}
+    assert not any(
+        channel.nearest for channel in extract(model="efficientnet_lite0", rank=4, layer="blocks.4").channels
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"rank": 4, "top": 33}, "top", "1 to 32"),
+        ({"rank": 1, "foreground": True}, "foreground", "CHANNEL_RANK_PCA"),
+        ({"rank": 3, "fit_images": [PHOTO] * 16}, "fit_images", "15 is the limit"),
+        ({"rank": 3, "fit_images": [PHOTO, b"x"]}, "fit_images[1]", "not a JPEG"),
+        ({"rank": 3, "basis": explain_pb2.FeatureBasis(vectors=b"1234")}, "basis.vectors", "expected"),
+    ],
+)
+def test_invalid_decomposition_is_refused_with_the_name_of_its_field(extract, fields, field, words):
+    code, named, message = refusal(extract, **fields)
+
+    assert (code, named) == ("INVALID_ARGUMENT", field)
+    assert words in message
+
+
+def test_heads_of_a_model_without_attention_are_refused(extract):
+    assert refusal(extract, rank=5)[:2] == ("FAILED_PRECONDITION", "layer")
