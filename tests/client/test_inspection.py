@@ -254,6 +254,7 @@ def test_features_command_writes_tiles_or_raw_maps(run: Any, server: Any, photo:
 
     assert (done.exit_code, raw.exit_code) == (0, 0), done.output + raw.output
     assert {"channel", "5", "-0.5"} <= set(done.stdout.split())
-    assert json.loads(raw.stdout)[0] == {"index": 5, "mean_activation": 2, "gradient_weight": -0.5}
+    expected = {"index": 5, "mean_activation": 2, "gradient_weight": -0.5, "share": 0, "nearest": []}
+    assert json.loads(raw.stdout)[0] == expected
     assert [call.request.raw for call in server.calls] == [False, True]
     assert np.load(tmp_path / "f.npy").shape == (2, 1, 2)

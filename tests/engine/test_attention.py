@@ -21,7 +21,7 @@ from torchvision import models as zoo
 
 from camserve_server import models
 from camserve_server.core.errors import FailedPrecondition
-from camserve_server.engine.attention import _AttentionCapture
+from camserve_server.engine.attention import AttentionCapture
 from camserve_server.engine.values import Row
 from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS, Attention
@@ -273,7 +273,7 @@ def test_half_precision_maps_are_close_to_float32(load):
 
 @contextmanager
 def watched():
-    with torch.enable_grad(), _AttentionCapture() as seen:
+    with torch.enable_grad(), AttentionCapture() as seen:
         yield seen
 
 

@@ -33,9 +33,9 @@ def probes(folder, monkeypatch):  # noqa: ARG001 -- it is made empty
     """The modules that were probed, with an empty cache."""
     probed, run = [], probe.probe
 
-    def record(module, *arguments):
+    def record(module, *arguments, **options):
         probed.append(module)
-        return run(module, *arguments)
+        return run(module, *arguments, **options)
 
     monkeypatch.setattr(probe, "probe", record)
     return probed
@@ -227,9 +227,9 @@ def test_models_of_user_code_are_always_probed(plant, folder, probes):
 def test_model_that_changes_its_buffers_is_always_probed(folder, monkeypatch):
     run = probe.probe
 
-    def change_buffer(module, *arguments):
+    def change_buffer(module, *arguments, **options):
         module.features[0][1].num_batches_tracked.add_(1)
-        return run(module, *arguments)
+        return run(module, *arguments, **options)
 
     monkeypatch.setattr(probe, "probe", change_buffer)
     model = models.load(parse(NET))

@@ -143,6 +143,7 @@ def valid_request(entry):
     _set_intervention(inner, entry)
     if entry.rpc == "ExtractFeatures":
         request.raw = True
+        _set_components(request, {field.name for field in entry.chain})
     if entry.rpc in {"LoadModel", "UnloadModel"}:
         request.name = "tiny"
     named = [field.name for field in entry.chain]
@@ -153,6 +154,18 @@ def valid_request(entry):
     if entry.rpc == "Evaluate" and named[0] == "box":
         request.box.CopyFrom(BOX)
     return request
+
+
+def _set_components(request, names):
+    """Ask for principal components if one of their fields is tested."""
+    if names & {"fit_images", "basis", "foreground"}:
+        request.rank = explain_pb2.CHANNEL_RANK_PCA
+    if "basis" in names:
+        channels = 4
+        request.basis.mean = bytes(4 * channels)
+        request.basis.vectors = bytes(4 * channels)
+        request.basis.shares = bytes(4)
+        request.basis.ranges = bytes(8)
 
 
 def _set_target(request, entry):
@@ -203,7 +216,8 @@ def fill(request, entry, count, key="p"):
     elif entry.field.type in WHOLE:
         items.extend(range(count))
     elif entry.field.message_type is None:
-        items.extend(f"name{number}" for number in range(count))
+        names = [f"name{number}" for number in range(count)]
+        items.extend([name.encode() for name in names] if entry.field.type == Kind.TYPE_BYTES else names)
     else:
         items.extend([items[0] if items else items.add()] * count)
     return request

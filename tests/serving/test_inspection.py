@@ -13,7 +13,7 @@ from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_gr
 from camserve_server.api import codec
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import render, tiles
-from camserve_server.serving import inspection
+from camserve_server.serving import channels
 from camserve_server.serving.requests import FeaturesRequest
 from support import PHOTOS, rows_waiting, serving, wait_until
 
@@ -222,21 +222,21 @@ def test_equal_channels_are_ordered_by_index_and_non_finite_ones_are_last():
     values = np.array([1, np.nan, 3, 3, -5], np.float32)
     ones = values[:, None, None] * np.ones((5, 2, 2), np.float32)
 
-    assert [channel.index for channel in inspection.rank_channels(ones, values, order("activation", 5))] == [
+    assert [channel.index for channel in channels.rank_channels(ones, values, order("activation", 5))] == [
         2,
         3,
         0,
         4,
         1,
     ]
-    assert [channel.index for channel in inspection.rank_channels(ones, values, order("gradient", 5))] == [
+    assert [channel.index for channel in channels.rank_channels(ones, values, order("gradient", 5))] == [
         4,
         2,
         3,
         0,
         1,
     ]
-    assert [channel.index for channel in inspection.rank_channels(ones, values, order("gradient", 2))] == [4, 2]
+    assert [channel.index for channel in channels.rank_channels(ones, values, order("gradient", 2))] == [4, 2]
 
 
 @pytest.mark.parametrize(("kind", "name"), [(1, "JPEG"), (2, "PNG"), (3, "WEBP")])
@@ -384,3 +384,50 @@ def test_raw_maps_beyond_the_limit_are_refused_with_the_number_that_fits(extract
     assert words.endswith("request at most 7")
     assert len(extract(layer=GRID, top=7).maps) == 7 * bytes_per_map
     assert len(extract(layer=GRID, top=8, raw=False, picture=1).picture.data) > 0
+
+
+# ------------------------------------------------------------------------------------- components, concepts and heads
+
+
+def test_components_in_the_basis_of_a_response_are_the_same_bit_for_bit(extract):
+    other = PHOTOS["coffee"].read_bytes()
+    first = extract(layer=GRID, rank=3, fit_images=[other], foreground=True, picture=2)
+    again = extract(layer=GRID, rank=3, basis=first.basis)
+    second = extract(layer=GRID, rank=3, basis=first.basis, image=other)
+
+    assert again.maps == first.maps
+    assert again.basis == first.basis == second.basis
+    assert [channel.share for channel in first.channels] == sorted((c.share for c in first.channels), reverse=True)
+    assert np.isnan(maps(first)).any()
+    assert (first.picture.width, first.picture.height) == (451, 300)
+
+
+def test_concepts_have_shares_and_the_nearest_classes(extract):
+    reply = extract(model="efficientnet_lite0", rank=4, top=3, picture=2)
+
+    assert sum(channel.share for channel in reply.channels) == pytest.approx(1)
+    assert {"Egyptian cat", "tiger cat", "tabby", "lynx"} >= {each.nearest[0].label for each in reply.channels}
+    assert not any(
+        channel.nearest for channel in extract(model="efficientnet_lite0", rank=4, layer="blocks.4").channels
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"rank": 4, "top": 33}, "top", "1 to 32"),
+        ({"rank": 1, "foreground": True}, "foreground", "CHANNEL_RANK_PCA"),
+        ({"rank": 3, "fit_images": [PHOTO] * 16}, "fit_images", "15 is the limit"),
+        ({"rank": 3, "fit_images": [PHOTO, b"x"]}, "fit_images[1]", "not a JPEG"),
+        ({"rank": 3, "basis": explain_pb2.FeatureBasis(vectors=b"1234")}, "basis.vectors", "expected"),
+    ],
+)
+def test_invalid_decomposition_is_refused_with_the_name_of_its_field(extract, fields, field, words):
+    code, named, message = refusal(extract, **fields)
+
+    assert (code, named) == ("INVALID_ARGUMENT", field)
+    assert words in message
+
+
+def test_heads_of_a_model_without_attention_are_refused(extract):
+    assert refusal(extract, rank=5)[:2] == ("FAILED_PRECONDITION", "layer")

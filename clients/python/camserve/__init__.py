@@ -30,7 +30,7 @@ from camserve._errors import (
     Unavailable,
 )
 from camserve._evaluation import Curve, Evaluation, Metric, MetricInfo, Reading
-from camserve._inspection import Channel, Features, Inspection, LayerReading, Statistics
+from camserve._inspection import Channel, FeatureBasis, Features, Inspection, LayerReading, Statistics
 from camserve._inspection_codec import FeaturesOptions, InspectOptions
 from camserve._interventions import Intervention, clamp, clip_gradient, replace_mean, scale, silence
 from camserve._metrics import MetricLike
@@ -96,6 +96,7 @@ __all__ = [
     "ExplainOptions",
     "Explanation",
     "FailedPrecondition",
+    "FeatureBasis",
     "Features",
     "FeaturesOptions",
     "Finer",

@@ -382,7 +382,7 @@ def result(response: explain_pb2.ExplainResponse, targets: Sequence[explain_pb2.
     photo = _decode_photo(response.photo)
     timing = response.timing
     return Result(
-        predictions=tuple(map(_decode_prediction, response.predictions)),
+        predictions=tuple(map(decode_prediction, response.predictions)),
         explanations=tuple(
             _decode_explanation(
                 message, photo, _decode_receipt(message, response, targets[index % len(targets)] if targets else None)
@@ -400,7 +400,7 @@ def result(response: explain_pb2.ExplainResponse, targets: Sequence[explain_pb2.
             timing.batch_rows,
         ),
         class_map=_decode_class_map(response.class_map) if response.HasField("class_map") else None,
-        unchanged_predictions=tuple(map(_decode_prediction, response.unchanged_predictions)),
+        unchanged_predictions=tuple(map(decode_prediction, response.unchanged_predictions)),
     )
 
 
@@ -436,7 +436,7 @@ def _decode_photo(message: explain_pb2.Photo) -> Photo:
     return Photo(message.width, message.height, Box(*edges) if message.HasField("seen") else whole)
 
 
-def _decode_prediction(message: explain_pb2.Prediction) -> Prediction:
+def decode_prediction(message: explain_pb2.Prediction) -> Prediction:
     box = message.box
     object_box = Box(box.left, box.top, box.right, box.bottom) if message.HasField("box") else None
     if message.class_index > _MAX_CLASS_INDEX:
@@ -485,8 +485,8 @@ def _decode_explanation(message: explain_pb2.Explanation, photo: Photo, receipt:
     return Explanation(
         method=message.method,
         layer=message.layer,
-        target=_decode_prediction(message.target),
-        contrast=_decode_prediction(message.contrast) if message.HasField("contrast") else None,
+        target=decode_prediction(message.target),
+        contrast=decode_prediction(message.contrast) if message.HasField("contrast") else None,
         score=message.score,
         verdict=_decode_verdict(message.verdict),
         verdict_message=message.verdict_message,

@@ -170,24 +170,55 @@ class Channel:
         index: Index of the channel, from 0.
         mean_activation: Mean of the channel over the grid.
         gradient_weight: Mean of the score's gradient over the grid: the channel's weight in Grad-CAM.
+            For a component or a concept, that along its vector; 0 for an attention head.
+        share: Share of the variance that a component explains; share of a concept in the sum of the
+            reconstructed features; share of a head's attention that goes to the patches. 0 for a channel.
+        nearest: The likeliest classes of a concept, if the model's last layer takes the mean of the
+            layer's features.
     """
 
     index: int
     mean_activation: float
     gradient_weight: float
+    share: float = 0.0
+    nearest: tuple[Prediction, ...] = ()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class FeatureBasis:
+    """Principal components of features, to project other photos on. All arrays are float32 and read-only.
+
+    Attributes:
+        mean: Mean of the features [C].
+        vectors: The components, orthogonal and of length 1 [k, C], the largest variance first.
+        shares: Share of the variance that each component explains [k].
+        ranges: The scores that a picture shows darkest and brightest, for each component [k, 2].
+        background_mean: Mean of the features of all cells, background included [C]; None if no
+            background is left out.
+        background_vector: The first component of these [C]. Cells with a score of 0 or less are background.
+    """
+
+    mean: NDArray[np.float32]
+    vectors: NDArray[np.float32]
+    shares: NDArray[np.float32]
+    ranges: NDArray[np.float32]
+    background_mean: NDArray[np.float32] | None = None
+    background_vector: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Features:
-    """Channels of a layer, in the order of their rank.
+    """Channels of a layer, in the order of their rank; or its components, concepts or attention heads.
 
     Attributes:
         channels: Indices and weights of the channels.
         maps: The channels' maps, float32 [channels, h, w], read-only; None if they were not requested.
+            In the background of components they are NaN.
         picture: A tile for each channel, after a tile of what the model sees; None if it was not
-            requested. Each tile is coloured from its own minimum to its own maximum.
+            requested. Each tile is coloured from its own minimum to its own maximum. For components it
+            is the photo's size, with the first three as red, green and blue.
         layer: Name of the layer.
-        channel_count: Number of channels of the layer.
+        channel_count: Number of channels of the layer, or of attention heads.
         grid: Rows and columns of the layer's grid.
         model: Name of the model.
         target: The class whose score was differentiated.
@@ -198,6 +229,7 @@ class Features:
         timing: Duration of each stage of the request.
         predictions: The model's first predictions, up to five, with the interventions of the request.
         unchanged_predictions: Those without interventions; empty for a request without any.
+        basis: The principal components, to project other photos on; None for other ranks.
     """
 
     channels: tuple[Channel, ...]
@@ -215,6 +247,7 @@ class Features:
     timing: Timing
     predictions: tuple[Prediction, ...] = ()
     unchanged_predictions: tuple[Prediction, ...] = ()
+    basis: FeatureBasis | None = field(default=None, repr=False)
 
     @property
     def image(self) -> Image.Image:

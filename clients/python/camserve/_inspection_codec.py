@@ -13,13 +13,13 @@ import numpy as np
 from camserve import _codec, _interventions, _targets
 from camserve._checks import invalid, look_up
 from camserve._errors import Internal, InvalidArgument
-from camserve._inspection import Channel, Features, Inspection, LayerReading, Statistics
+from camserve._inspection import Channel, FeatureBasis, Features, Inspection, LayerReading, Statistics
 from camserve._picture import Picture
 from camserve._rendering import FORMATS
 from camserve.v1 import explain_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from camserve._interventions import Intervention
     from camserve._result import Result
@@ -28,8 +28,13 @@ if TYPE_CHECKING:
 _RANKS: Mapping[str, explain_pb2.ChannelRank.ValueType] = {
     "activation": explain_pb2.CHANNEL_RANK_ACTIVATION,
     "gradient": explain_pb2.CHANNEL_RANK_GRADIENT,
+    "pca": explain_pb2.CHANNEL_RANK_PCA,
+    "factors": explain_pb2.CHANNEL_RANK_FACTORS,
+    "heads": explain_pb2.CHANNEL_RANK_HEADS,
 }
+_DEFAULT_TOP: Mapping[str, int] = {"activation": 16, "gradient": 16}  # the server knows those of the other ranks
 _MAX_CHANNELS = 256
+_BASIS = ("mean", "vectors", "shares", "ranges", "background_mean", "background_vector")
 
 
 class InspectOptions(TypedDict, total=False):
@@ -57,12 +62,15 @@ class FeaturesOptions(TypedDict, total=False):
     """Options of a request for channels: which channels to return, and how. All are optional.
 
     Attributes:
-        layer: Name of the layer. Default: the model's default layer.
+        layer: Name of the layer. Default: the model's default layer; for "heads", the last attention.
         model: Name of a loaded model. Default: the server's first model.
         target: The target that the gradient weights are computed for: see ``InspectOptions``.
         rank: Order of the channels: "activation", by their mean; or "gradient", by the absolute
-            value of their Grad-CAM weight. The greatest is first. Default: "activation".
-        top: Number of channels, 1 to 256. A layer with fewer returns all. Default: 16.
+            value of their Grad-CAM weight. The greatest is first. Or what to return instead of
+            channels: "pca", the principal components of the features; "factors", the concepts of a
+            deep feature factorisation; "heads", the heads of an attention. Default: "activation".
+        top: Number of channels, 1 to 256. A layer with fewer returns all. Default: 16; 3 components;
+            5 concepts, of which 32 is the limit; all heads.
         maps: True to return the raw maps. Default: True.
         picture: Format of a picture with a tile for each channel: "png", "jpeg", "webp", or None
             for no picture. Default: "png".
@@ -70,19 +78,26 @@ class FeaturesOptions(TypedDict, total=False):
         texts: Texts that are the classes of this request: see ``ExplainOptions``.
         value_range: Values of the photo that the model takes as 0 and 1: see ``ExplainOptions``.
         interventions: Changes to what layers return: see ``ExplainOptions``.
+        fit: With "pca", up to 15 further photos, whose features the components describe too.
+        basis: With "pca", the ``basis`` of an earlier result to project the features on, instead of
+            computing components.
+        foreground: With "pca", True to leave out the background, found by the first component.
     """
 
     layer: str | None
     model: str | None
     target: _targets.TargetLike | None
     rank: str
-    top: int
+    top: int | None
     maps: bool
     picture: str | None
     colormap: str
     texts: Sequence[str]
     value_range: tuple[float, float] | None
     interventions: Sequence[Intervention]
+    fit: Sequence[_codec.ImageLike]
+    basis: FeatureBasis | None
+    foreground: bool
 
 
 def inspection_request(image: object, options: InspectOptions) -> explain_pb2.InspectLayersRequest:
@@ -106,22 +121,48 @@ def inspection_request(image: object, options: InspectOptions) -> explain_pb2.In
         raise InvalidArgument(f"an option has the wrong type: {error}") from error
 
 
-def features_request(image: object, options: FeaturesOptions) -> explain_pb2.ExtractFeaturesRequest:
+def shared_options(images: Sequence[_codec.ImageLike], options: FeaturesOptions) -> FeaturesOptions:
+    """Return the options of the request that computes the components of several photos.
+
+    Raises:
+        InvalidArgument: There is no photo, or a basis is given.
+    """
+    if not images:
+        raise invalid("images", "there is none")
+    if options.get("basis") is not None:
+        raise invalid("basis", "the components of these photos are computed: for a basis, call features for each photo")
+    return {**options, "rank": options.get("rank", "pca"), "fit": images[1:]}
+
+
+def basis_options(first: Features, options: FeaturesOptions) -> FeaturesOptions:
+    """Return the options of a request in the basis of an earlier result."""
+    return {**options, "rank": options.get("rank", "pca"), "basis": first.basis}
+
+
+def features_request(
+    image: object, options: FeaturesOptions, file_of: Callable[[_codec.ImageLike], bytes] = _codec.image_bytes
+) -> explain_pb2.ExtractFeaturesRequest:
     """Encode a request for channels.
+
+    Args:
+        image: The image.
+        options: The options.
+        file_of: Encodes further images.
 
     Raises:
         InvalidArgument: An option is out of range or has the wrong type, or the image cannot be read.
     """
-    top = options.get("top", 16)
+    rank = options.get("rank", "activation")
+    top = options.get("top", _DEFAULT_TOP.get(rank))
     try:
-        if not 1 <= top <= _MAX_CHANNELS:
+        if top is not None and not 1 <= top <= _MAX_CHANNELS:
             raise invalid("top", f"{top} is not between 1 and {_MAX_CHANNELS}")
         return explain_pb2.ExtractFeaturesRequest(
             model=options.get("model") or "",
             image=_codec.image_bytes(image),
             layer=options.get("layer") or "",
             target=_encode_target(options.get("target")),
-            rank=look_up(_RANKS, options.get("rank", "activation"), "rank"),
+            rank=look_up(_RANKS, rank, "rank"),
             top=top,
             raw=options.get("maps", True),
             picture=look_up(FORMATS, options.get("picture", "png"), "picture"),
@@ -129,9 +170,21 @@ def features_request(image: object, options: FeaturesOptions) -> explain_pb2.Ext
             texts=_codec.texts_of(options.get("texts", ())),
             value_range=_codec.range_of(options.get("value_range")),
             interventions=_interventions.encode(options.get("interventions", ())),
+            fit_images=map(file_of, options.get("fit", ())),
+            basis=_encode_basis(options.get("basis")),
+            foreground=options.get("foreground", False),
         )
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"an option has the wrong type: {error}") from error
+
+
+def _encode_basis(basis: FeatureBasis | None) -> explain_pb2.FeatureBasis | None:
+    if basis is None:
+        return None
+    arrays = {name: getattr(basis, name) for name in _BASIS}
+    return explain_pb2.FeatureBasis(
+        **{name: np.asarray(array, "<f4").tobytes() for name, array in arrays.items() if array is not None}
+    )
 
 
 def _encode_target(target: _targets.TargetLike | None) -> explain_pb2.Target | None:
@@ -191,7 +244,14 @@ def features(message: explain_pb2.ExtractFeaturesResponse) -> Features:
     picture = Picture(_codec.FORMAT_NAMES.get(tiles.format, ""), tiles.data, tiles.width, tiles.height)
     return Features(
         channels=tuple(
-            Channel(channel.index, channel.mean_activation, channel.gradient_weight) for channel in message.channels
+            Channel(
+                channel.index,
+                channel.mean_activation,
+                channel.gradient_weight,
+                channel.share,
+                tuple(map(_codec.decode_prediction, channel.nearest)),
+            )
+            for channel in message.channels
         ),
         maps=_decode_maps(message),
         picture=picture if message.HasField("picture") else None,
@@ -207,7 +267,19 @@ def features(message: explain_pb2.ExtractFeaturesResponse) -> Features:
         timing=common.timing,
         predictions=common.predictions[2:],
         unchanged_predictions=common.unchanged_predictions,
+        basis=_decode_basis(message.basis) if message.HasField("basis") else None,
     )
+
+
+def _decode_basis(message: explain_pb2.FeatureBasis) -> FeatureBasis:
+    arrays = {
+        name: np.frombuffer(data, "<f4").astype(np.float32, copy=False)
+        for name in _BASIS
+        if (data := getattr(message, name))
+    }
+    channels = len(arrays["mean"])
+    arrays |= {"vectors": arrays["vectors"].reshape(-1, channels), "ranges": arrays["ranges"].reshape(-1, 2)}
+    return FeatureBasis(**arrays)
 
 
 def _decode_maps(

@@ -14,11 +14,11 @@ from camserve._values import ModelState
 from camserve.terminal import printable_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from camserve._evaluation import Evaluation, MetricInfo
-    from camserve._inspection import LayerReading
+    from camserve._inspection import Channel, LayerReading
     from camserve._replay import Check, Replay
     from camserve._result import Explanation, Prediction, Result
     from camserve._values import Cost, Layer, MethodInfo, Model, ParameterInfo
@@ -35,6 +35,9 @@ MODEL_HEADINGS = (
     "precision",
     "state",
 )
+RANKED: Mapping[str, str] = {"pca": "component", "factors": "concept", "heads": "head"}
+"""By rank: what is returned instead of channels, with a share each."""
+
 COST_HEADINGS = ("photos", "explanations of each", "rows of each", "rows in all", "most rows of a request")
 REGION_HEADINGS = ("file", "region", "box", "area", "share", "peak", "value")
 RESULT_HEADINGS = ("image", "prediction", "method", "target", "verdict", "file")
@@ -102,6 +105,29 @@ def reading_rows(readings: Iterable[LayerReading]) -> list[tuple[str | Text, ...
     """Return a row for each reading of a layer; readings with a problem are red."""
     rows = [(reading, _inspection.row(reading)) for reading in readings]
     return [tuple(Text(cell, style="red") for cell in cells) if reading.trouble else cells for reading, cells in rows]
+
+
+def feature_table(channels: Sequence[Channel], rank: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the headings and the rows of a table of channels, components, concepts or attention heads.
+
+    Args:
+        channels: The channels.
+        rank: The rank by which they were requested.
+    """
+    share, nearest = rank in RANKED, rank == "factors"
+    headings: tuple[str, ...] = (RANKED.get(rank, "channel"), "mean activation", "gradient weight")
+    headings += ("share",) * share + ("nearest",) * nearest
+    rows: list[tuple[str, ...]] = []
+    for channel in channels:
+        cells: tuple[str, ...] = (
+            str(channel.index),
+            f"{channel.mean_activation:.3g}",
+            f"{channel.gradient_weight:.3g}",
+        )
+        cells += (f"{channel.share:.1%}",) * share
+        cells += (", ".join(each.name for each in channel.nearest),) * nearest
+        rows.append(cells)
+    return headings, rows
 
 
 def method_rows(methods: Iterable[MethodInfo]) -> list[tuple[str, ...]]:

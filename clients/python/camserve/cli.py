@@ -1080,7 +1080,9 @@ class _FeaturesFlags(TypedDict):
     interventions: tuple[camserve.Intervention, ...]
     layer: str | None
     rank: str
-    top: int
+    top: int | None
+    foreground: bool
+    fit: tuple[Path, ...]
     colormap: str
 
 
@@ -1090,7 +1092,9 @@ class _FeaturesFlags(TypedDict):
 @_target_option
 @_texts_option
 @_interventions_option
-@click.option("--layer", metavar="NAME", help="Layer. Default: the model's default layer.")
+@click.option(
+    "--layer", metavar="NAME", help="Layer. Default: the model's default layer; of heads, the last attention."
+)
 @click.option(
     "-o",
     "--output",
@@ -1103,26 +1107,48 @@ class _FeaturesFlags(TypedDict):
     "--rank",
     default="activation",
     show_default=True,
-    type=click.Choice(["activation", "gradient"]),
-    help="Order the channels by their mean, or by the absolute value of their Grad-CAM weight.",
+    type=click.Choice(["activation", "gradient", "pca", "factors", "heads"]),
+    help="Order the channels by their mean, or by the absolute value of their Grad-CAM weight. Or draw the principal "
+    "components of the features, the concepts in them, or the heads of an attention.",
 )
-@click.option("--top", default=16, show_default=True, metavar="N", help="Number of channels.")
+@click.option(
+    "--top",
+    default=16,
+    show_default=True,
+    metavar="N",
+    help="Number of channels. The default of components is 3, that of concepts 5, and that of heads all.",
+)
+@click.option("--foreground", is_flag=True, help="Leave out the background. Only for --rank pca.")
+@click.option(
+    "--fit",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="PHOTO",
+    help="Further photo whose features the components describe too. Repeatable. Only for --rank pca.",
+)
 @click.option("--colormap", default="viridis", show_default=True, metavar="NAME", help="Colour map of the tiles.")
 @_connection_options
 @_json_option
-def features(photo: Path, output: Path, connect: Connect, *, as_json: bool, **flags: Unpack[_FeaturesFlags]) -> None:
+@click.pass_context
+def features(
+    context: click.Context,
+    photo: Path,
+    output: Path,
+    connect: Connect,
+    *,
+    as_json: bool,
+    **flags: Unpack[_FeaturesFlags],
+) -> None:
     """Draw the strongest channels of a layer.
 
     These are the channels that are most active for the photo, or that have the largest Grad-CAM weights: see --rank.
     """
+    if context.get_parameter_source("top") is click.core.ParameterSource.DEFAULT and flags["rank"] in _tables.RANKED:
+        flags["top"] = None  # the server knows the default of the rank
     with connect() as client:
         features = client.features(photo, maps=output.suffix.lower() == ".npy", **flags)
     features.save(output)
-    rows = [
-        (str(channel.index), f"{channel.mean_activation:.3g}", f"{channel.gradient_weight:.3g}")
-        for channel in features.channels
-    ]
-    _print(features.channels, ("channel", "mean activation", "gradient weight"), rows, as_json=as_json)
+    _print(features.channels, *_tables.feature_table(features.channels, flags["rank"]), as_json=as_json)
 
 
 @main.command()

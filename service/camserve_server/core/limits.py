@@ -26,6 +26,10 @@ class Limits:
         changed_channels: channels that one intervention names.
         predictions: predictions in a response.
         channels: channels of a layer in a response.
+        fit_images: further photos whose cells principal components are computed from.
+        factors: concepts that the features of a layer are factorised into.
+        feature_values: values of the features that are decomposed: cells times channels, of all photos together. The
+            product with the number of concepts may be four times as large.
         raw_bytes: bytes of a layer's raw maps in one response. Callers request fewer channels at a time above it.
         text: characters of a name, a label or any other text.
         texts: texts that are the classes of one request.
@@ -52,6 +56,9 @@ class Limits:
     changed_channels: int = 8192
     predictions: int = 1000
     channels: int = 256
+    fit_images: int = 15
+    factors: int = 32
+    feature_values: int = 8_388_608
     raw_bytes: int = 32 * 2**20
     text: int = 1000
     texts: int = 1000

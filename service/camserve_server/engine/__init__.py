@@ -13,7 +13,18 @@ from contextlib import nullcontext
 
 from camserve_server.core.devices import device_for
 from camserve_server.core.errors import OutOfMemory
-from camserve_server.engine import attention, bias, cam, inspection, last_attention, saliency, score, text
+from camserve_server.engine import (
+    attention,
+    bias,
+    cam,
+    classifier,
+    heads,
+    inspection,
+    last_attention,
+    saliency,
+    score,
+    text,
+)
 from camserve_server.engine.inputs import apply_view, normalise
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.models import LoadedModel
@@ -35,6 +46,8 @@ RUNS: Mapping[Kind, Callable[[LoadedModel, Pass, Sequence[Row]], list[RowResult]
     "inspect": inspection.run,
     "features": inspection.run_features,
     "text": text.run,
+    "heads": heads.run,
+    "classifier": classifier.run,
 }
 """The function that runs a batch, by the kind of its pass."""
 

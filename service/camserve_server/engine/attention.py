@@ -44,7 +44,7 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     unique = find_unique_inputs(rows)
     results: dict[int, RowResult] = {}
     with torch.enable_grad():
-        with _AttentionCapture() as captured:
+        with AttentionCapture() as captured:
             outputs = forward(model, make_inputs(model.info, unique.rows))
         layout = captured.layout(model.info, unique.rows)
         for backward in run_backward_passes(outputs, unique, rows):
@@ -64,7 +64,7 @@ def run_each(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowRe
     inputs = make_inputs(model.info, unique.rows)
     results: dict[int, RowResult] = {}
     with torch.enable_grad():
-        with _AttentionCapture() as captured, record_spans(model.module, lambda: len(captured.blocks)) as spans:
+        with AttentionCapture() as captured, record_spans(model.module, lambda: len(captured.blocks)) as spans:
             outputs = forward(model, inputs)
         layout = captured.layout(model.info, unique.rows)
         head = _run_head_on_blocks(model, inputs, _find_blocks(model.info, spans, len(captured.blocks)))
@@ -251,7 +251,7 @@ class PlainAttention(TorchFunctionMode):
         return matrix
 
 
-class _AttentionCapture(PlainAttention):
+class AttentionCapture(PlainAttention):
     """Passes the matrix of every attention through a probe.
 
     Attributes:

@@ -38,6 +38,7 @@ class Row:
         class_map: True to return the predicted class of each cell of a segmentation, in a "score" pass.
         texts: embeddings of the texts that are the classes of its request, of length 1, float32 [n,E]; None if the
             classes are the model's own. Rows of one request share the array.
+        vector: input of the last linear layer, float32 [E], in a "classifier" pass.
     """
 
     image: Input
@@ -50,6 +51,7 @@ class Row:
     targets: int = 1
     class_map: bool = False
     texts: NDArray[np.float32] | None = None
+    vector: NDArray[np.float32] | None = None
 
     @property
     def input(self) -> Hashable:
@@ -112,15 +114,17 @@ class RowResult:
             [classes, 3]: for each class the share of the image that it covers, its mean probability there, and its mean
             logit. Of a detector [n, 6]: for each object the class, score, left, top, right and bottom in the input's
             pixels; class -1 marks no object. Of a model without a head the embedding; with texts, the score of each.
-            For "text", the embedding of the row's text.
+            For "text", the embedding of the row's text. For "classifier", the outputs of the last linear layer.
         target: the row's target, fixed by the model's outputs.
         score: score of the target: the value that was differentiated, for example a logit.
         maps: maps by layer, then by method: float32 [h,w] each. For a method that makes copies, the terms of its mean,
             of any shape. A pass without layers has one entry. For "features", one array: each channel's weight [C].
         zero_gradient: by layer, True if the gradient was zero everywhere.
-        features: feature maps by layer, float32 [C,h,w], if the row asks for them.
+        features: feature maps by layer, float32 [C,h,w], if the row asks for them. For "heads", one array: the heads
+            [heads,h,w].
         readings: statistics by layer, for "inspect"; None for a layer that returned no tensor of numbers.
         class_map: the predicted class of each cell of a segmentation, uint16 [h,w], if the row asks for it.
+        layer: for "heads", the name of the module that computed the attention.
     """
 
     logits: NDArray[np.float32]
@@ -131,3 +135,4 @@ class RowResult:
     features: tuple[NDArray[np.float32], ...] = ()
     readings: tuple[Reading | None, ...] = ()
     class_map: NDArray[np.uint16] | None = None
+    layer: str = ""

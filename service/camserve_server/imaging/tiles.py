@@ -28,17 +28,24 @@ class Tile:
 
     Attributes:
         name: text below the tile.
-        value: number beside the name.
+        value: number beside the name, or a text.
         map: float32 [h,w].
+        picture: picture that is drawn instead of the map, RGB; None for the map.
     """
 
     name: str
-    value: float
+    value: float | str
     map: Map
+    picture: Pixels | None = None
 
 
 def draw(
-    image: Pixels, tiles: Sequence[Tile], titles: Sequence[str], colours: Pixels, kind: Literal["jpeg", "png", "webp"]
+    image: Pixels,
+    tiles: Sequence[Tile],
+    titles: Sequence[str],
+    colours: Pixels,
+    kind: Literal["jpeg", "png", "webp"],
+    side: int = SIDE,
 ) -> Picture:
     """Draw tiles in the order given, after a tile of the image.
 
@@ -51,8 +58,9 @@ def draw(
         titles: lines of text above all tiles.
         colours: RGB of the intensities 0 to 255, uint8 [256,3].
         kind: encoding of the picture.
+        side: largest side of a tile.
     """
-    height, width = _tile_size(tiles[0].map)
+    height, width = _tile_size(tiles[0].map, side)
     columns = max(MIN_COLUMNS, math.ceil(math.sqrt(len(tiles) + 1)))
     rows = math.ceil((len(tiles) + 1) / columns)
     top = GAP + TITLE * len(titles)
@@ -65,16 +73,23 @@ def draw(
     _place(canvas, photo[..., ::-1], places[0])
     _write(canvas, "input", (places[0][1], places[0][0] + height + 15), _DIM_TEXT, width)
     for tile, (above, left) in zip(tiles, places[1:], strict=False):
-        _place(canvas, colour_map(tile.map, (height, width), colours), (above, left))
+        _place(canvas, _content(tile, (height, width), colours), (above, left))
         _write(canvas, _note(tile.map), (left + 5, above + 14), _DIM_TEXT, width - 10)
         _label(canvas, tile, (left, above + height + 15), width)
-    return _encode(canvas, kind)
+    return encode(canvas, kind)
 
 
-def _tile_size(heatmap: Map) -> tuple[int, int]:
+def _content(tile: Tile, size: tuple[int, int], colours: Pixels) -> Pixels:
+    """Return what a tile shows, BGR: its picture, or its map."""
+    if tile.picture is None:
+        return colour_map(tile.map, size, colours)
+    return cv2.resize(tile.picture, size[::-1], interpolation=cv2.INTER_AREA).astype(np.uint8, copy=False)[..., ::-1]
+
+
+def _tile_size(heatmap: Map, side: int = SIDE) -> tuple[int, int]:
     """Return the height and width of a tile: whole multiples of the map's, if the map is smaller than a tile."""
     height, width = heatmap.shape
-    scale = SIDE / max(height, width)
+    scale = side / max(height, width)
     scale = math.floor(scale) if scale >= 1 else scale
     return max(1, round(height * scale)), max(1, round(width * scale))
 
@@ -103,10 +118,12 @@ def _place(canvas: Pixels, tile: Pixels, place: tuple[int, int]) -> None:
 
 
 def _label(canvas: Pixels, tile: Tile, at: tuple[int, int], width: int) -> None:
-    value = f"{tile.value:+.3g}"
+    value, colour = str(tile.value), _DIM_TEXT
+    if not isinstance(tile.value, str):
+        value, colour = f"{tile.value:+.3g}", _POSITIVE if tile.value > 0 else _NEGATIVE
     (value_width, _), _ = cv2.getTextSize(value, _FONT, _SCALE, 1)
     _write(canvas, tile.name, at, _TEXT, width - value_width - GAP)
-    _write(canvas, value, (at[0] + width - value_width, at[1]), _POSITIVE if tile.value > 0 else _NEGATIVE, width)
+    _write(canvas, value, (at[0] + width - value_width, at[1]), colour, width)
 
 
 def _write(canvas: Pixels, text: str, at: tuple[int, int], colour: tuple[int, int, int], width: int) -> None:
@@ -116,7 +133,8 @@ def _write(canvas: Pixels, text: str, at: tuple[int, int], colour: tuple[int, in
     cv2.putText(canvas, text, at, _FONT, _SCALE, colour, 1, cv2.LINE_AA)
 
 
-def _encode(canvas: Pixels, kind: Literal["jpeg", "png", "webp"]) -> Picture:
+def encode(canvas: Pixels, kind: Literal["jpeg", "png", "webp"]) -> Picture:
+    """Encode a picture, BGR."""
     qualities = {"jpeg": (cv2.IMWRITE_JPEG_QUALITY, _QUALITY), "png": (), "webp": (cv2.IMWRITE_WEBP_QUALITY, _QUALITY)}
     _, data = cv2.imencode(f".{kind}", canvas, qualities[kind])
     return Picture(kind, data.tobytes(), canvas.shape[1], canvas.shape[0])

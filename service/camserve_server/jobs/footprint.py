@@ -30,6 +30,9 @@ KEPT_FOR_CURVATURE = 2.5  # like KEPT, for a pass that differentiates twice
 AT_LAYERS: frozenset[Kind] = frozenset({"cam", "curvature", "features"})
 """Kinds of pass that use the layers of the request, or the default layer."""
 
+WITHOUT_GRAPH: frozenset[Kind] = frozenset({"score", "text", "classifier"})
+"""Kinds of pass without gradients. A text takes less than an image in all known models, and so does a vector."""
+
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
@@ -78,9 +81,11 @@ class Footprint:
         return math.ceil(estimate * self.scales.get(pass_.kind, max(self.scales.values()))) if self.scales else estimate
 
     def _estimate(self, pass_: Pass) -> int:
-        if pass_.kind in ("score", "text"):  # a text takes less than an image in all known models
+        if pass_.kind in WITHOUT_GRAPH:
             return math.ceil(self.forward / self.edits_per_image(pass_))
-        if not pass_.layers or pass_.kind == "inspect":  # an inspection keeps no output of the layers that it measures
+        # An inspection keeps no output of the layers that it measures. A pass over heads keeps no graph, but computes
+        # attention step by step, with matrices that no module returns.
+        if not pass_.layers or pass_.kind in ("inspect", "heads"):
             return max(self.forward, round(self.layers * (KEPT_WITH_BIASES if pass_.kind == "bias" else KEPT)))
         after = max(self.after.get(name, 0) for name in pass_.layers)
         kept = after * (KEPT_FOR_CURVATURE if pass_.kind == "curvature" else KEPT)

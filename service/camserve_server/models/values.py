@@ -23,6 +23,8 @@ Kind: TypeAlias = Literal[
     "inspect",
     "features",
     "text",
+    "heads",
+    "classifier",
 ]
 """The computation of a pass.
 
@@ -31,7 +33,8 @@ at the input. guided, deconvnet: the same with another backward rule for each Re
 block, and its gradients. each: the same, with gradients of each block's own score. last: the queries, keys and values
 of the last attention, and the gradient at its output. bias: the gradients at the input and
 at every bias. inspect: statistics of every layer. features: a layer's feature maps and Grad-CAM's weights for them.
-text: the embeddings of texts, without images.
+text: the embeddings of texts, without images. heads: the attention of each head of one layer. classifier: the outputs
+of the last linear layer for vectors, without images.
 """
 
 Change: TypeAlias = Literal["silence", "scale", "clamp", "replace_mean", "clip_gradient"]

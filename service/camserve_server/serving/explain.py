@@ -202,7 +202,7 @@ class Pipeline:
         await self.reserve_reply(estimate_reply(request, photo, result.explanations) + classes, until_sent)
         if not request.rendering.derived:
             return make_reply(list(result.explanations))
-        async with self._reserve_drawing(memory_to_draw(request, photo)):
+        async with self.reserve_drawing(memory_to_draw(request, photo)):
             steps = draw_and_reply(request, photo, result.explanations, self.limits, make_reply)
             reply = await self._run_in_steps(steps)
         if trace := self.origin.record:
@@ -221,9 +221,10 @@ class Pipeline:
 
     def reserve_decoding(self, data: bytes) -> Reservation:
         """Hold memory to decode a photo until the block ends; wait until there is enough."""
-        return self._reserve_drawing(images.memory_to_decode(data))
+        return self.reserve_drawing(images.memory_to_decode(data))
 
-    def _reserve_drawing(self, size: int) -> Reservation:
+    def reserve_drawing(self, size: int) -> Reservation:
+        """Hold memory for pictures or decompositions until the block ends; wait until there is enough."""
         return self.image_memory.admit(min(size, memory.IMAGE_MEMORY), caller=self.origin.caller, wait=True)
 
     async def _run_in_steps(self, steps: Generator[None, None, T]) -> T:

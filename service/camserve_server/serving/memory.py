@@ -5,11 +5,12 @@ import math
 from camserve_server import jobs
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
-from camserve_server.imaging import marks
+from camserve_server.imaging import components, marks
 from camserve_server.imaging.values import Rendering
 from camserve_server.methods import METHODS
 from camserve_server.models.values import ModelInfo
 from camserve_server.scheduling.admission import Admission, MemoryBudget
+from camserve_server.serving.requests import FeaturesRequest, InspectRequest
 
 MAX_WAITING_PHOTO = 3_000_000  # bytes of a decoded photo kept while its request waits; larger ones are decoded again
 PHOTO_BUDGET = 32 * 2**20  # bytes of all decoded photos kept; a photo that does not fit is decoded again
@@ -60,6 +61,23 @@ def input_pixel(model: ModelInfo) -> int:
 def text_bytes(model: ModelInfo) -> int:
     """Return the bytes of the embeddings of the texts that are a model's classes."""
     return FLOAT * len(model.texts) * model.text.length if model.text else 0
+
+
+def feature_bytes(request: InspectRequest | FeaturesRequest) -> int:
+    """Return an upper bound, in bytes, of the feature maps of all photos of a request, or of an attention's heads."""
+    if not isinstance(request, FeaturesRequest):
+        return 0
+    layers = request.model.layers
+    if request.rank == "heads":
+        grids = [each.layout for each in layers.values() if each.layout and each.layout.axes == "tokens"]
+        return FLOAT * request.top * max((grid.height * grid.width for grid in grids), default=0)
+    return FLOAT * math.prod(layers[request.layer].shape) * (1 + len(request.fit_images))
+
+
+def shown_bytes(request: InspectRequest | FeaturesRequest) -> int:
+    """Return an upper bound, in bytes, of the photo that components are drawn on, which is kept meanwhile."""
+    drawn = isinstance(request, FeaturesRequest) and request.rank == "pca" and request.picture is not None
+    return drawn * RGB * components.MAX_SIDE**2
 
 
 def map_bytes(job: jobs.Job) -> int:

@@ -5,11 +5,13 @@ from typing import Literal, TypeAlias
 
 from camserve_server.imaging.values import Rendering
 from camserve_server.jobs import EvaluationJob, Job
+from camserve_server.methods.components import Basis
 from camserve_server.models.values import Intervention, ModelInfo
 from camserve_server.targets.values import Target
 
-Rank: TypeAlias = Literal["activation", "gradient"]
-"""Value that ranks the channels of a layer: mean activation, or size of the mean gradient."""
+Rank: TypeAlias = Literal["activation", "gradient", "pca", "factors", "heads"]
+"""Value that ranks the channels of a layer: mean activation, or size of the mean gradient. Or what is returned instead
+of channels: principal components, factors, or attention heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class FeaturesRequest:
     Attributes:
         model: the model to inspect.
         target: the target whose score gives the gradient weights.
-        layer: name of the layer.
+        layer: name of the layer; empty for the last attention, if the heads of an attention are requested.
         image: the encoded photo.
         rank: the value to rank the channels by.
         top: the number of channels to return.
@@ -81,6 +83,9 @@ class FeaturesRequest:
         picture: encoding of the picture of their maps, or None for no picture.
         colormap: name of that picture's colour map.
         interventions: changes to what layers return.
+        fit_images: further photos, encoded, whose cells principal components are computed from.
+        basis: principal components to project on; None to compute them.
+        foreground: True to compute principal components of the foreground.
     """
 
     model: ModelInfo
@@ -93,6 +98,9 @@ class FeaturesRequest:
     picture: Literal["jpeg", "png", "webp"] | None
     colormap: str
     interventions: tuple[Intervention, ...] = ()
+    fit_images: tuple[bytes, ...] = ()
+    basis: Basis | None = None
+    foreground: bool = False
 
 
 @dataclass(frozen=True, slots=True)

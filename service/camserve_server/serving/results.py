@@ -12,6 +12,7 @@ from camserve_server.core.arrays import Map
 from camserve_server.engine.values import Reading
 from camserve_server.imaging.values import Box, Picture
 from camserve_server.jobs import Explanation
+from camserve_server.methods.components import Basis
 from camserve_server.models.values import ModelInfo, Task
 from camserve_server.serving.receipts import Receipt
 from camserve_server.targets import carried, class_probabilities, kind_of, objects_of, order_of_areas, whole
@@ -211,19 +212,24 @@ class InspectResult:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """One channel of a layer.
+    """One channel of a layer, or one component, concept or attention head.
 
     Attributes:
         index: index of the channel.
         activation: mean activation over the grid.
-        weight: mean gradient of the score over the grid.
+        weight: mean gradient of the score over the grid; 0 for a head.
         map: the activations, float32 [h,w].
+        share: of the variance that a component explains; of a concept in the reconstructed features; of a head's
+            attention that goes to the patches. 0 for a channel.
+        nearest: the likeliest classes of a concept.
     """
 
     index: int
     activation: float
     weight: float
     map: Map
+    share: float = 0.0
+    nearest: Sequence[Prediction] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,20 +240,24 @@ class FeaturesResult:
         prediction: the model's prediction.
         target: the target whose score gives the gradient weights.
         score: score of the target.
+        layer: name of the layer.
         shape: number of channels, height and width of the layer's feature maps.
         channels: the channels, the highest-ranked first.
         picture: picture of their maps, or None.
         size: height and width of the photo.
         timing: durations of the request's stages.
         unchanged: the prediction of the model without interventions; None for a request without any.
+        basis: the principal components, if requested.
     """
 
     prediction: ModelPrediction
     target: FixedTarget
     score: float
+    layer: str
     shape: tuple[int, int, int]
     channels: Sequence[Channel]
     picture: Picture | None
     size: tuple[int, int]
     timing: Timing
     unchanged: ModelPrediction | None = None
+    basis: Basis | None = None

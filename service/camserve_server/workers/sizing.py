@@ -29,8 +29,10 @@ METHODS: Mapping[Kind, str] = {
     "last": "gradeclip",
     "bias": "fullgrad",
     "features": "",
+    "heads": "",
 }
-"""A method of each kind of pass. "inspect" is missing, because it runs one input after another."""
+"""A method of each kind of pass. "inspect" is missing, because it runs one input after another; "text" and "classifier"
+have no images."""
 
 Peak = Callable[[Pass, Sequence[Row]], int]
 """Function that runs a batch, and returns by how many bytes the memory in use rose at most."""

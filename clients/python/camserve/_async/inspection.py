@@ -9,6 +9,7 @@ from camserve import _transport_async as transport
 from camserve._async.connection import Calls
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Unpack
 
     from camserve._inspection import Features, Inspection
@@ -50,6 +51,8 @@ class InspectionCalls(Calls):
     ) -> Features:
         """Return channels of a layer: the most active ones, or those that matter most for the score.
 
+        Or its principal components, the concepts in it, or the heads of an attention: see the option ``rank``.
+
         Args:
             image: An image as for ``explain``.
             timeout: Seconds, instead of the client's.
@@ -59,8 +62,37 @@ class InspectionCalls(Calls):
             CamserveError: The subclass gives the reason.
         """
         request = await transport.run_blocking(
-            lambda: _inspection_codec.features_request(self._file_of(image), options)
+            lambda: _inspection_codec.features_request(self._file_of(image), options, self._file_of)
         )
         return _inspection_codec.features(
             await self._call(lambda stubs: stubs.explain.ExtractFeatures, request, timeout)
         )
+
+    async def features_many(
+        self,
+        images: Sequence[_codec.ImageLike],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[_inspection_codec.FeaturesOptions],
+    ) -> tuple[Features, ...]:
+        """Return the principal components that several photos share, so that equal colours mean equal features.
+
+        The components are those of the features of all photos. This takes one request to compute them, and another one
+        for each photo after the first.
+
+        Args:
+            images: 1 to 16 images, each as for ``explain``.
+            timeout: Seconds for each request, instead of the client's.
+            **options: The layer, and the number of components: see ``FeaturesOptions``.
+
+        Returns:
+            The result of each photo; all have the same ``basis``.
+
+        Raises:
+            CamserveError: The subclass gives the reason.
+        """
+        first_options = _inspection_codec.shared_options(images, options)
+        first = await self.features(images[0], timeout=timeout, **first_options)
+        own_options = _inspection_codec.basis_options(first, options)
+        others = [await self.features(image, timeout=timeout, **own_options) for image in images[1:]]
+        return (first, *others)

@@ -263,9 +263,19 @@ class _ChannelRankEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChannelRa
     """The absolute value of the mean, over the grid, of the score's gradient, largest first. The mean gradient is the
     weight that Grad-CAM gives the channel (Selvaraju et al. 2017, equation 1).
     """
+    CHANNEL_RANK_PCA: _ChannelRank.ValueType  # 3
+    """No channels, but the principal components of the features at all cells of the grid, largest variance first. The
+    picture shows the first three as red, green and blue.
+    """
+    CHANNEL_RANK_FACTORS: _ChannelRank.ValueType  # 4
+    """No channels, but the concepts of a deep feature factorisation (Collins et al. 2018), largest share first."""
+    CHANNEL_RANK_HEADS: _ChannelRank.ValueType  # 5
+    """No channels, but the heads of an attention layer in their order: how much attention each pays to each patch."""
 
 class ChannelRank(_ChannelRank, metaclass=_ChannelRankEnumTypeWrapper):
-    """Criterion by which the channels of a layer are ranked. Channels with non-finite values are last."""
+    """Criterion by which the channels of a layer are ranked. Channels with non-finite values are last. Three values return
+    something else than channels.
+    """
 
 CHANNEL_RANK_UNSPECIFIED: ChannelRank.ValueType  # 0
 """Same as CHANNEL_RANK_ACTIVATION."""
@@ -275,6 +285,14 @@ CHANNEL_RANK_GRADIENT: ChannelRank.ValueType  # 2
 """The absolute value of the mean, over the grid, of the score's gradient, largest first. The mean gradient is the
 weight that Grad-CAM gives the channel (Selvaraju et al. 2017, equation 1).
 """
+CHANNEL_RANK_PCA: ChannelRank.ValueType  # 3
+"""No channels, but the principal components of the features at all cells of the grid, largest variance first. The
+picture shows the first three as red, green and blue.
+"""
+CHANNEL_RANK_FACTORS: ChannelRank.ValueType  # 4
+"""No channels, but the concepts of a deep feature factorisation (Collins et al. 2018), largest share first."""
+CHANNEL_RANK_HEADS: ChannelRank.ValueType  # 5
+"""No channels, but the heads of an attention layer in their order: how much attention each pays to each patch."""
 Global___ChannelRank: _TypeAlias = ChannelRank  # noqa: Y015
 
 @_typing.final
@@ -2254,26 +2272,39 @@ class ExtractFeaturesRequest(_message.Message):
     TEXTS_FIELD_NUMBER: _builtins.int
     VALUE_RANGE_FIELD_NUMBER: _builtins.int
     INTERVENTIONS_FIELD_NUMBER: _builtins.int
+    FIT_IMAGES_FIELD_NUMBER: _builtins.int
+    BASIS_FIELD_NUMBER: _builtins.int
+    FOREGROUND_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a loaded model. Default: the first model in the server's configuration."""
     image: _builtins.bytes
     """The photo, as in ExplainRequest. Required."""
     layer: _builtins.str
-    """Layer, by module name. It must have a grid over the image. Default: the model's default layer."""
+    """Layer, by module name. It must have a grid over the image. Default: the model's default layer. For
+    CHANNEL_RANK_HEADS the layer must be or contain one attention; default: the last one.
+    """
     rank: Global___ChannelRank.ValueType
     """Criterion by which to rank the channels. Default: CHANNEL_RANK_ACTIVATION."""
     top: _builtins.int
-    """Number of channels to return, 1 to 256. A layer with fewer channels returns all of them. Default: 16."""
+    """Number of channels to return, 1 to 256. A layer with fewer channels returns all of them. Default: 16; 3 components;
+    5 concepts, of which 32 is the limit; all heads.
+    """
     raw: _builtins.bool
     """True to return the raw maps of the channels."""
     picture: Global___ImageFormat.ValueType
     """Encoding of a picture that shows the model's input and a tile for each channel. Default: no picture."""
     colormap: _builtins.str
     """Name of the colour map of the tiles. Default: "viridis"."""
+    foreground: _builtins.bool
+    """With CHANNEL_RANK_PCA, true to leave out the background: the cells whose score on the first component of all cells
+    is negative, with the sign in which the border of the grid has the lower scores. The components are then those of
+    the other cells. A basis that was computed so leaves it out in any case.
+    """
     @_builtins.property
     def target(self) -> Global___Target:
         """The score to differentiate for the gradient weights. It cannot be a similarity, and a segment or detection cannot
-        have a region, a mask or a box. Default: the model's first prediction.
+        have a region, a mask or a box. Default: the model's first prediction. CHANNEL_RANK_PCA, CHANNEL_RANK_FACTORS and
+        CHANNEL_RANK_HEADS need no target for a model that returns an embedding.
         """
 
     @_builtins.property
@@ -2287,6 +2318,16 @@ class ExtractFeaturesRequest(_message.Message):
     @_builtins.property
     def interventions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Intervention]:
         """Changes to what layers return while the model computes this request, as in ExplainRequest."""
+
+    @_builtins.property
+    def fit_images(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """With CHANNEL_RANK_PCA, up to 15 further photos: the components are those of the cells of all photos."""
+
+    @_builtins.property
+    def basis(self) -> Global___FeatureBasis:
+        """With CHANNEL_RANK_PCA, the basis of an earlier response: the features are projected on its components, and no
+        others are computed. It excludes fit_images.
+        """
 
     def __init__(
         self,
@@ -2303,16 +2344,65 @@ class ExtractFeaturesRequest(_message.Message):
         texts: _abc.Iterable[_builtins.str] | None = ...,
         value_range: Global___ValueRange | None = ...,
         interventions: _abc.Iterable[Global___Intervention] | None = ...,
+        fit_images: _abc.Iterable[_builtins.bytes] | None = ...,
+        basis: Global___FeatureBasis | None = ...,
+        foreground: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_top", b"_top", "target", b"target", "top", b"top", "value_range", b"value_range"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_top", b"_top", "basis", b"basis", "target", b"target", "top", b"top", "value_range", b"value_range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top", b"_top", "colormap", b"colormap", "image", b"image", "interventions", b"interventions", "layer", b"layer", "model", b"model", "picture", b"picture", "rank", b"rank", "raw", b"raw", "target", b"target", "texts", b"texts", "top", b"top", "value_range", b"value_range"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top", b"_top", "basis", b"basis", "colormap", b"colormap", "fit_images", b"fit_images", "foreground", b"foreground", "image", b"image", "interventions", b"interventions", "layer", b"layer", "model", b"model", "picture", b"picture", "rank", b"rank", "raw", b"raw", "target", b"target", "texts", b"texts", "top", b"top", "value_range", b"value_range"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__top: _TypeAlias = _typing.Literal["top"]  # noqa: Y015
     _WhichOneofArgType__top: _TypeAlias = _typing.Literal["_top", b"_top"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top) -> _WhichOneofReturnType__top | None: ...
 
 Global___ExtractFeaturesRequest: _TypeAlias = ExtractFeaturesRequest  # noqa: Y015
+
+@_typing.final
+class FeatureBasis(_message.Message):
+    """Principal components of features. All numbers are float32, little-endian; C is the number of channels, k of components."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEAN_FIELD_NUMBER: _builtins.int
+    VECTORS_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    RANGES_FIELD_NUMBER: _builtins.int
+    BACKGROUND_MEAN_FIELD_NUMBER: _builtins.int
+    BACKGROUND_VECTOR_FIELD_NUMBER: _builtins.int
+    mean: _builtins.bytes
+    """Mean of the features, C values."""
+    vectors: _builtins.bytes
+    """The components, k × C values: orthogonal, of length 1, and with a positive value where a component's absolute value
+    is largest.
+    """
+    shares: _builtins.bytes
+    """Share of the variance that each component explains, k values."""
+    ranges: _builtins.bytes
+    """The scores that the picture shows darkest and brightest, k × 2 values: the 1st and the 99th percentile of the cells
+    that the components were computed from.
+    """
+    background_mean: _builtins.bytes
+    """Mean of the features of all cells, background included, C values. Empty if no background is left out."""
+    background_vector: _builtins.bytes
+    """The first component of the features of all cells, C values, with the sign in which the background is negative."""
+    def __init__(
+        self,
+        *,
+        mean: _builtins.bytes = ...,
+        vectors: _builtins.bytes = ...,
+        shares: _builtins.bytes = ...,
+        ranges: _builtins.bytes = ...,
+        background_mean: _builtins.bytes = ...,
+        background_vector: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["background_mean", b"background_mean", "background_vector", b"background_vector", "mean", b"mean", "ranges", b"ranges", "shares", b"shares", "vectors", b"vectors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FeatureBasis: _TypeAlias = FeatureBasis  # noqa: Y015
 
 @_typing.final
 class ExtractFeaturesResponse(_message.Message):
@@ -2336,6 +2426,7 @@ class ExtractFeaturesResponse(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     PREDICTIONS_FIELD_NUMBER: _builtins.int
     UNCHANGED_PREDICTIONS_FIELD_NUMBER: _builtins.int
+    BASIS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of this request: the "x-request-id" of the call's metadata, or one that the server generated."""
     model: _builtins.str
@@ -2345,14 +2436,14 @@ class ExtractFeaturesResponse(_message.Message):
     score: _builtins.float
     """The score: for a class its logit, for a contrast the difference of two logits."""
     channel_count: _builtins.int
-    """Number of channels of the layer."""
+    """Number of channels of the layer; for CHANNEL_RANK_HEADS, of its heads."""
     grid_height: _builtins.int
     """Rows of the layer's grid."""
     grid_width: _builtins.int
     """Columns of the layer's grid."""
     maps: _builtins.bytes
     """The raw maps of the channels, if requested: channels × grid_height × grid_width float32 values, little-endian, in
-    the order of channels, row by row.
+    the order of channels, row by row. Cells of the background are NaN; see ExtractFeaturesRequest.foreground.
     """
     @_builtins.property
     def target(self) -> Global___Prediction:
@@ -2368,7 +2459,11 @@ class ExtractFeaturesResponse(_message.Message):
 
     @_builtins.property
     def picture(self) -> Global___Picture:
-        """The picture of the tiles, if requested. Each tile is coloured from its own minimum to its own maximum."""
+        """The picture of the tiles, if requested. Each tile is coloured from its own minimum to its own maximum. For
+        CHANNEL_RANK_PCA it is the photo's size, with a longer side of at most 1,024 pixels: the first three components are
+        red, green and blue, each from its 1st to its 99th percentile; the background is black, and what the model did not
+        see is grey.
+        """
 
     @_builtins.property
     def photo(self) -> Global___Photo:
@@ -2385,6 +2480,10 @@ class ExtractFeaturesResponse(_message.Message):
     @_builtins.property
     def unchanged_predictions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prediction]:
         """The first 5 predictions of the model without interventions, if the request has any."""
+
+    @_builtins.property
+    def basis(self) -> Global___FeatureBasis:
+        """With CHANNEL_RANK_PCA, the components, for further requests."""
 
     def __init__(
         self,
@@ -2405,10 +2504,11 @@ class ExtractFeaturesResponse(_message.Message):
         timing: Global___Timing | None = ...,
         predictions: _abc.Iterable[Global___Prediction] | None = ...,
         unchanged_predictions: _abc.Iterable[Global___Prediction] | None = ...,
+        basis: Global___FeatureBasis | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["contrast", b"contrast", "photo", b"photo", "picture", b"picture", "target", b"target", "timing", b"timing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["basis", b"basis", "contrast", b"contrast", "photo", b"photo", "picture", b"picture", "target", b"target", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["channel_count", b"channel_count", "channels", b"channels", "contrast", b"contrast", "grid_height", b"grid_height", "grid_width", b"grid_width", "layer", b"layer", "maps", b"maps", "model", b"model", "photo", b"photo", "picture", b"picture", "predictions", b"predictions", "request_id", b"request_id", "score", b"score", "target", b"target", "timing", b"timing", "unchanged_predictions", b"unchanged_predictions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["basis", b"basis", "channel_count", b"channel_count", "channels", b"channels", "contrast", b"contrast", "grid_height", b"grid_height", "grid_width", b"grid_width", "layer", b"layer", "maps", b"maps", "model", b"model", "photo", b"photo", "picture", b"picture", "predictions", b"predictions", "request_id", b"request_id", "score", b"score", "target", b"target", "timing", b"timing", "unchanged_predictions", b"unchanged_predictions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2416,29 +2516,45 @@ Global___ExtractFeaturesResponse: _TypeAlias = ExtractFeaturesResponse  # noqa: 
 
 @_typing.final
 class Channel(_message.Message):
-    """One channel of a layer."""
+    """One channel of a layer, or one component, concept or head."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: _builtins.int
     MEAN_ACTIVATION_FIELD_NUMBER: _builtins.int
     GRADIENT_WEIGHT_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    NEAREST_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Index of the channel, from 0."""
     mean_activation: _builtins.float
-    """Mean of the channel over the grid."""
+    """Mean of the channel's map over the grid."""
     gradient_weight: _builtins.float
-    """Mean of the score's gradient over the grid. A positive value supports the target, a negative one opposes it."""
+    """Mean of the score's gradient over the grid. A positive value supports the target, a negative one opposes it. For a
+    component or concept, the gradient is that along its vector. 0 for heads.
+    """
+    share: _builtins.float
+    """Share of the variance that a component explains; share of a concept in the sum of the reconstructed features; share
+    of a head's attention that goes to the patches, not to class and register tokens. 0 for channels.
+    """
+    @_builtins.property
+    def nearest(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prediction]:
+        """The classes that the model's last layer gives a concept's vector, likeliest first: up to 3. Empty if that layer
+        does not take the mean of this layer's features, and for anything but concepts.
+        """
+
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
         mean_activation: _builtins.float = ...,
         gradient_weight: _builtins.float = ...,
+        share: _builtins.float = ...,
+        nearest: _abc.Iterable[Global___Prediction] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gradient_weight", b"gradient_weight", "index", b"index", "mean_activation", b"mean_activation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gradient_weight", b"gradient_weight", "index", b"index", "mean_activation", b"mean_activation", "nearest", b"nearest", "share", b"share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

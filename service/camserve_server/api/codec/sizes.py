@@ -24,6 +24,7 @@ LISTS: Mapping[str, str] = {
     "camserve.v1.InspectLayersRequest.interventions": "interventions",
     "camserve.v1.ExtractFeaturesRequest.texts": "texts",
     "camserve.v1.ExtractFeaturesRequest.interventions": "interventions",
+    "camserve.v1.ExtractFeaturesRequest.fit_images": "fit_images",
     "open_inference.v2.ModelInferRequest.parameters": "asked",
     "open_inference.v2.ModelInferRequest.inputs": "tensors",
     "open_inference.v2.ModelInferRequest.outputs": "tensors",
