@@ -106,7 +106,7 @@ RUN = SKIPPED_FILE=.skipped$@ $(BIN)/python $(if $(COVERAGE),-m coverage run) -m
 	@OMP_WAIT_POLICY=passive $(RUN) $(WHOLE)
 
 # Two parts that -j2 runs at the same time, about as long: much of the first one is waiting.
-WAITING = tests/robustness tests/e2e/test_page.py
+WAITING = tests/robustness tests/e2e/test_page.py tests/test_front_benchmark.py
 
 test-slow: .slow-waiting .slow-others  ## run the tests marked slow: long searches, training of toy models, memory cgroups
 

@@ -141,6 +141,7 @@ def valid_request(entry):
         inner.image = PHOTO
     _set_target(inner, entry)
     _set_intervention(inner, entry)
+    _set_ranges(inner, {field.name for field in entry.chain})
     if entry.rpc == "ExtractFeatures":
         request.raw = True
         _set_components(request, {field.name for field in entry.chain})
@@ -181,6 +182,13 @@ def _set_target(request, entry):
         for part, box in (("segment", "region"), ("detection", "box")):  # these RPCs accept targets without a box
             if kind == part and box not in [field.name for field in entry.chain]:
                 getattr(request.target, part).ClearField(box)
+
+
+def _set_ranges(request, names):
+    if "value_range" in names:
+        request.value_range.minimum, request.value_range.maximum = 0.5, 2
+    if "window" in names:
+        request.rendering.window.centre, request.rendering.window.width = 0, 1
 
 
 def _set_intervention(request, entry):

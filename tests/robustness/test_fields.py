@@ -59,19 +59,30 @@ CAPS = {
     "Intervention.clip_gradient": LARGEST,
     "Clamp.minimum": LARGEST,
     "Clamp.maximum": LARGEST,
+    "ValueRange.minimum": 1,  # the maximum is 2
+    "ValueRange.maximum": LARGEST,
+    "Window.centre": LARGEST,
+    "Window.width": LARGEST,
     "ExtractFeaturesRequest.rank": max(explain_pb2.ChannelRank.values()),
     "ExtractFeaturesRequest.top": LIMITS.channels,
     "ExtractFeaturesRequest.picture": max(explain_pb2.ImageFormat.values()),
 }
 """The largest number that each field accepts."""
 
-NUMBERS_OF_LAYERS = ("Intervention.scale", "Clamp.minimum", "Clamp.maximum")
-"""Fields that accept any finite number: those of a layer's values."""
+NUMBERS_OF_LAYERS = ("Intervention.scale", "Clamp.minimum", "Clamp.maximum", "Window.centre")
+"""Fields that accept any finite number: those of a layer's or a photo's values."""
 
 LEGAL = {
     **{(name, value): "any finite value" for name in NUMBERS_OF_LAYERS for value in ("-1", "0", "cap + 1", "2^31 - 1")},
     ("Intervention.clip_gradient", "cap + 1"): "the cap, as float32",
     ("Intervention.clip_gradient", "2^31 - 1"): "any limit",
+    ("Window.width", "cap + 1"): "the cap, as a double",
+    ("Window.width", "2^31 - 1"): "any width",
+    ("ValueRange.maximum", "cap + 1"): "the cap, as a double",
+    ("ValueRange.maximum", "2^31 - 1"): "any value",
+    ("ValueRange.minimum", "-1"): "any value below the maximum",
+    ("ValueRange.minimum", "0"): "any value below the maximum",
+    ("ValueRange.minimum", "just beyond the cap"): "any value below the maximum",
     ("ExplainRequest.max_predictions", "0"): "no predictions",
     ("ExplainRequest.fusion", "0"): "unset: no fusion",
     ("Target.class_index", "0"): "the first class",
@@ -102,8 +113,12 @@ LEGAL = {
 }
 """Values that are valid after all, and their meaning."""
 
-EMPTY = {(f"Box.{edge}", value) for edge in ("right", "bottom") for value in ("-1", "0")}
-"""Values that make a box empty: the error names the box, not the edge."""
+EMPTY = {
+    *((f"Box.{edge}", value) for edge in ("right", "bottom") for value in ("-1", "0")),
+    *(("ValueRange.minimum", value) for value in ("cap + 1", "2^31 - 1")),
+    *(("ValueRange.maximum", value) for value in ("-1", "0")),
+}
+"""Values that make a box or a range empty: the error names the box or the range, not the edge."""
 
 NO_BOXES = {"InspectLayers", "ExtractFeatures"}
 """RPCs whose target is a class, so that they refuse any box in it."""

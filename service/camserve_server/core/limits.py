@@ -24,6 +24,7 @@ class Limits:
         inspected: layers to inspect.
         interventions: interventions.
         changed_channels: channels that one intervention names.
+        bands: channels of the photo that are shown.
         predictions: predictions in a response.
         channels: channels of a layer in a response.
         fit_images: further photos whose cells principal components are computed from.
@@ -54,6 +55,7 @@ class Limits:
     inspected: int = 4096
     interventions: int = 16
     changed_channels: int = 8192
+    bands: int = 3
     predictions: int = 1000
     channels: int = 256
     fit_images: int = 15

@@ -155,8 +155,7 @@ def with_value_range(model: ModelInfo, request: "_WithValues") -> ModelInfo:
     check_range(low, -MAX_FLOAT, MAX_FLOAT, "value_range.minimum")
     check_range(high, -MAX_FLOAT, MAX_FLOAT, "value_range.maximum")
     if not 0 < np.float32(high - low) < math.inf:
-        fault = f"must be above the minimum, {low:g}, and not {high:g}"
-        raise InvalidArgument.of_field("value_range.maximum", fault)
+        raise InvalidArgument.of_field("value_range", f"has a minimum below its maximum, and not {low:g} and {high:g}")
     return replace(model, preprocess=replace(model.preprocess, value_range=(low, high)))
 
 

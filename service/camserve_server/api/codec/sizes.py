@@ -15,6 +15,7 @@ LISTS: Mapping[str, str] = {
     "camserve.v1.ExplainRequest.texts": "texts",
     "camserve.v1.ExplainRequest.interventions": "interventions",
     "camserve.v1.Intervention.channels": "changed_channels",
+    "camserve.v1.Rendering.bands": "bands",
     "camserve.v1.Method.parameters": "parameters",
     "camserve.v1.Finer.against": "against",
     "camserve.v1.EvaluateRequest.metrics": "metrics",
