@@ -50,7 +50,7 @@ def adapt_weight(weight: Tensor, channels: int) -> Tensor:
     """Return the weight of a convolution of RGB for another number of channels.
 
     For one channel the weights of red, green and blue are added up, so that a grey image gives the same as its RGB. For
-    more they are repeated and multiplied by 3 / channels, so that the same value in all channels gives the same.
+    more they are repeated and multiplied by 3 / channels. Both as in timm.
 
     Args:
         weight: the weight [out,3,h,w].

@@ -1,0 +1,202 @@
+"""Models of one and of twelve channels on a whole server: the plain model's numbers, over every protocol."""
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+import tifffile
+import timm
+import torch
+from click.testing import CliRunner
+
+import camserve
+import http_calls
+from camserve.cli import main
+from camserve_server import Explainer
+from camserve_server.models import load, parse
+from methods.tools import error_ratio
+from support import serving
+
+CHANNELS = {"grey": 1, "bands": 12}
+SPECS = {
+    "grey": "grey=torchvision:resnet18?weights=none&size=64&channels=1&mean=0.4&std=0.25&accelerate=false",
+    "bands": "bands=timm:resnet10t?weights=none&size=64&channels=12&mean=0.4&std=0.25&accelerate=false",
+}
+TOP = {"uint8": 255, "uint16": 65535, "float32": 1}
+CLASS = 3
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(models=tuple(SPECS.values()), device="cpu", threads=1, http_address="127.0.0.1:0") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with camserve.Client(served.address, retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def modules():
+    return {name: load(parse(spec)).module for name, spec in SPECS.items()}
+
+
+def noise(name, dtype):
+    values = np.random.default_rng(5).random((64, 64, CHANNELS[name])) * (TOP[dtype] + 0.99 * (dtype != "float32"))
+    return values.astype(dtype)
+
+
+def plain(module, values, dtype):
+    """Return the logits and Grad-CAM of the plain model for an array of its input's size, in this precision."""
+    module = module.to(dtype)
+    layer = module.get_submodule("layer4")
+    unit = torch.from_numpy(values.astype(np.float64)).to(dtype) / TOP[values.dtype.name]
+    outputs = []
+    with layer.register_forward_hook(lambda _module, _args, output: outputs.append(output.requires_grad_()) or output):
+        logits = module(((unit.permute(2, 0, 1) - 0.4) / 0.25)[None])
+    (gradient,) = torch.autograd.grad(logits[0, CLASS], outputs[0])
+    heatmap = (gradient.mean((2, 3), keepdim=True) * outputs[0]).sum(1)[0]
+    module.float()
+    return logits[0].detach().numpy(), heatmap.detach().numpy()
+
+
+def whole_photo(name):
+    """Return the options of a request whose photo is not cropped: the models keep the middle of larger ones."""
+    return {"model": name, "methods": ["gradcam"], "targets": [CLASS], "overlay": "png", "max_predictions": 1000}
+
+
+def enlarged(values, name, served):
+    """Return the array in the middle of a larger one, of which the model keeps exactly this part, without a resize."""
+    resize = served.pipeline.models[name].preprocess.resize
+    border = (resize - 64) // 2
+    return np.pad(values, ((border, resize - 64 - border), (border, resize - 64 - border), (0, 0)))
+
+
+@pytest.mark.parametrize("dtype", TOP)
+@pytest.mark.parametrize("name", CHANNELS)
+def test_predictions_and_maps_are_as_exact_as_the_plain_models(name, dtype, served, client, modules):
+    values = noise(name, dtype)
+    result = client.explain(enlarged(values, name, served), **whole_photo(name))
+
+    exact, single = plain(modules[name], values, torch.float64), plain(modules[name], values, torch.float32)
+    logits = np.zeros(len(exact[0]))
+    for prediction in result.predictions:
+        logits[prediction.class_index] = prediction.score
+    assert error_ratio(logits, single[0], exact[0]) <= 1
+    assert error_ratio(result.explanations[0].heatmap, single[1], exact[1]) <= 1
+    assert result.explanations[0].image.mode == "RGB"
+
+
+def tiff(values):
+    file = io.BytesIO()
+    tifffile.imwrite(file, values, photometric="minisblack", planarconfig="contig")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", CHANNELS)
+def test_http_and_the_command_line_return_the_same_map(name, served, client, tmp_path):
+    values = noise(name, "uint16")
+    expected = client.explain(values, **whole_photo(name)).explanations[0].heatmap
+    file = tmp_path / "photo.tif"
+    file.write_bytes(tiff(values) if name == "bands" else tiff(values[:, :, 0]))
+
+    body = {
+        "model": name, "image": base64.b64encode(file.read_bytes()).decode(), "rendering": {"heatmap": True},
+        "targets": [{"classIndex": CLASS}],
+    }  # fmt: skip
+    reply = http_calls.post(served.http_port, http_calls.EXPLAIN, body)
+    data = base64.b64decode(reply.json["explanations"][0]["heatmap"]["data"])
+    assert np.array_equal(np.frombuffer(data, "<f4").reshape(expected.shape), expected)
+
+    arguments = ["explain", str(file), "-o", str(tmp_path / "out"), "--server", served.address, "--model", name]
+    done = CliRunner().invoke(main, [*arguments, "--target", str(CLASS), "--heatmaps", "--bands", "0"])
+    assert done.exit_code == 0, done.output
+    (saved,) = (tmp_path / "out").glob("*.npy")
+    assert np.array_equal(np.load(saved), expected)
+
+
+def test_every_one_of_16_bits_reaches_the_model(client):
+    values = noise("bands", "uint16")
+    nearly = values.copy()
+    nearly[30, 31, 7] ^= 1
+
+    first, second = (client.explain(each, model="bands").explanations[0].receipt for each in (values, nearly))
+
+    assert first.input_sha256 != second.input_sha256
+
+
+def test_value_range_replaces_the_range_of_the_type_and_is_replayed(client):
+    values = (noise("bands", "uint16") >> 4).astype(np.uint16)
+    as_floats = values.astype(np.float32) / 4095
+
+    ranged = client.explain(values, model="bands", value_range=(0, 4095))
+    floats = client.explain(as_floats, model="bands")
+
+    assert ranged.predictions[0].class_index == floats.predictions[0].class_index
+    assert ranged.predictions[0].score == pytest.approx(floats.predictions[0].score, rel=1e-4)
+    receipt = camserve.Receipt.from_json(ranged.explanations[0].receipt.to_json())
+    assert receipt.value_range == (0, 4095)
+    assert client.replay(receipt, values).same
+
+
+def test_other_calls_take_arrays_too(client):
+    values = noise("bands", "float32")
+
+    assert client.features(values, model="bands", rank="activation").image.mode == "RGB"
+    assert len(client.inspect(values, model="bands", layers=["layer4"]).layers) == 1
+    assert client.evaluate(values, model="bands", metrics=["deletion"]).readings
+
+
+def test_explainer_takes_twelve_channels(modules):
+    values = noise("bands", "uint16")
+    options = {"size": 64, "crop": "whole", "mean": [0.4] * 12, "std": [0.25] * 12}
+    with Explainer(modules["bands"], **options) as explainer:
+        found = explainer.explain(values, targets=[CLASS], overlay=None).explanations[0].heatmap
+
+    exact, single = (plain(modules["bands"], values, dtype)[1] for dtype in (torch.float64, torch.float32))
+    assert error_ratio(found, single, exact) <= 1
+
+
+def test_weights_of_rgb_are_adapted_as_by_timm(tmp_path):
+    """The same values in all channels then give the same outputs, for one channel and for multiples of three."""
+    rgb = load(parse("net=torchvision:resnet18?weights=none&size=64&accelerate=false")).module
+    torch.save(rgb.state_dict(), tmp_path / "rgb.pth")
+    grey = torch.rand(1, 1, 64, 64, dtype=torch.float64)
+    for channels in (1, 4, 12):
+        spec = f"net=torchvision:resnet18?weights={tmp_path}/rgb.pth&size=64&channels={channels}&accelerate=false"
+        adapted = load(parse(spec)).module.double()
+
+        found, expected = adapted(grey.expand(1, channels, 64, 64)), rgb.double()(grey.expand(1, 3, 64, 64))
+        assert torch.equal(
+            adapted.conv1.weight.float(), timm.models.adapt_input_conv(channels, rgb.float().conv1.weight)
+        )
+
+        assert channels == 4 or torch.allclose(found, expected, rtol=1e-5)
+
+
+REFUSED = {
+    "channels": (np.zeros((8, 8, 3), np.uint8), "the image has 3 channels, and the model takes 12"),
+    "nan": (np.full((8, 8, 12), np.nan, np.float32), "pixels that are NaN or infinite"),
+}
+
+
+@pytest.mark.parametrize(("values", "words"), REFUSED.values(), ids=REFUSED)
+def test_array_that_does_not_fit_is_refused(values, words, client):
+    with pytest.raises(camserve.InvalidArgument, match=words) as caught:
+        client.explain(values, model="bands")
+
+    assert list(caught.value.fields) == ["image"]
+
+
+def test_model_shows_its_channels(client):
+    assert {model.name: model.input_channels for model in client.models()} == CHANNELS
+
+
+def test_receipt_without_a_value_range_is_as_older_clients_write_it(client):
+    receipt = client.explain(noise("grey", "uint8"), model="grey").explanations[0].receipt
+
+    assert "value_range" not in json.loads(receipt.to_json())
