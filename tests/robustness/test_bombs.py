@@ -89,7 +89,6 @@ BOMBS = {
     "gif": lambda: gif(65_535, 65_535),
     "animated gif": lambda: animated("GIF"),
     "tiff": lambda: saved(Image.new("1", (20_000, 20_000)), "TIFF", compression="tiff_adobe_deflate"),
-    "tiff of many pages": lambda: animated("TIFF"),
     "bmp": lambda: bmp(30_000, 30_000),
     "png of exif": lambda: png_of_exif(1 << 20),
     "webp of exif": lambda: webp_of_exif(1 << 20),
@@ -104,7 +103,11 @@ def largest():
 
 
 MAX_INFLATED = 2**16  # bytes inflated until a PNG with too many rows is refused
-FIRST_FRAMES = {"apng": lambda: animated("PNG"), "animated webp": lambda: animated("WEBP")}
+FIRST_FRAMES = {
+    "apng": lambda: animated("PNG"),
+    "animated webp": lambda: animated("WEBP"),
+    "tiff of many pages": lambda: animated("TIFF"),
+}
 
 
 @pytest.fixture(scope="module")

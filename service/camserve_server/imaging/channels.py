@@ -351,10 +351,11 @@ def with_channels(photo: Photo, channels: int) -> Photo:
         return cast("Photo", np.repeat(photo, RGB, 2))
     photographed = own == RGB and photo.dtype == np.uint8
     hint = ": send a TIFF or NPY file with these channels" if photographed and channels != 1 else ""
-    raise InvalidArgument(f"the image has {_count(own)}, and the model takes {channels}{hint}", field="image")
+    raise InvalidArgument(f"the image has {count_of(own)}, and the model takes {channels}{hint}", field="image")
 
 
-def _count(channels: int) -> str:
+def count_of(channels: int) -> str:
+    """Return a number of channels in words, such as "1 channel"."""
     return f"{channels} channel{'s' * (channels != 1)}"
 
 
@@ -397,7 +398,7 @@ def picture(photo: Photo, bands: Sequence[int] = (), window: tuple[float, float]
     if photo.dtype == np.uint8 and own == RGB and not bands and window is None:
         return cast("Pixels", photo)
     if any(band >= own for band in bands):
-        raise InvalidArgument(f"the image has {_count(own)}, 0 to {own - 1}", field="rendering.bands")
+        raise InvalidArgument(f"the image has {count_of(own)}, 0 to {own - 1}", field="rendering.bands")
     shown = photo[:, :, list(bands) or ([0, 1, 2] if own >= RGB else [0])]
     if shown.dtype != np.uint8 or window is not None:
         low, high = window or (float(shown.min()), float(shown.max()))

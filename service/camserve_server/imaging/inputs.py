@@ -88,11 +88,11 @@ def preprocess_of(
     """
     means, stds = _per_channel(mean, "mean"), _per_channel(std, "std")
     if len(means) != len(stds):
-        raise ConfigError(f"mean has {len(means)} numbers and std has {len(stds)}: expected one for each channel")
+        raise ConfigError(f"mean is for {raw.count_of(len(means))}, and std for {raw.count_of(len(stds))}")
     array_transform, made = _try_transform(transform, len(means)) if transform else (None, (SIDE, SIDE, len(means)))
     made_size = made[:2]
     if made[2] != len(means):
-        raise ConfigError(f"the transform makes inputs of {made[2]} channels, and mean has {len(means)} numbers")
+        raise ConfigError(f"the transform makes inputs of {raw.count_of(made[2])}, and mean is for {len(means)}")
     input_size = made_size if size is None else (size, size) if isinstance(size, int) else size
     if min(input_size) < 1:
         raise ConfigError(f"size={size}: an input has at least one pixel")
@@ -159,7 +159,7 @@ def _per_channel(values: Sequence[float], name: str) -> tuple[float, ...]:
 
 
 def _describe_size(shape: Sequence[int]) -> str:
-    channels = f" with {shape[2]} channels" if len(shape) == 3 and shape[2] != raw.RGB else ""  # noqa: PLR2004 -- [H,W,C]
+    channels = f" with {raw.count_of(shape[2])}" if len(shape) == 3 and shape[2] != raw.RGB else ""  # noqa: PLR2004 -- [H,W,C]
     return f"{shape[0]} by {shape[1]} pixels{channels}"
 
 
@@ -180,6 +180,8 @@ def file_of(tensor: Tensor, preprocess: Preprocess) -> bytes:
     if image.shape != (*preprocess.size, preprocess.channels):
         expected = _describe_size((*preprocess.size, preprocess.channels))
         message = f"the input has {_describe_size(image.shape)}, and the network takes {expected}"
+        if image.shape[2] != preprocess.channels:
+            message = f"the input has {raw.count_of(image.shape[2])}, and the network takes {preprocess.channels}"
         raise InvalidArgument(message, field="image")
     buffer = io.BytesIO()
     Image.fromarray(images.displayed(image, preprocess)).save(buffer, "png", compress_level=1)
