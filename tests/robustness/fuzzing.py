@@ -142,10 +142,10 @@ def plant(fault):
     """Give the decoder a fault that shows at about one image in sixteen."""
     decode_image = images.decode
 
-    def decode(data, limits):
+    def decode(data, *options):
         if hashlib.sha256(data).digest()[0] < 16:
             FAULTS[fault]()
-        return decode_image(data, limits)
+        return decode_image(data, *options)
 
     images.decode = decode
 
