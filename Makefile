@@ -106,7 +106,7 @@ RUN = SKIPPED_FILE=.skipped$@ $(BIN)/python $(if $(COVERAGE),-m coverage run) -m
 	@OMP_WAIT_POLICY=passive $(RUN) $(WHOLE)
 
 # Two parts that -j2 runs at the same time, about as long: much of the first one is waiting.
-WAITING = tests/robustness tests/e2e/test_page.py tests/test_front_benchmark.py
+WAITING = tests/robustness tests/e2e/test_page.py tests/test_front_benchmark.py tests/test_text_benchmark.py
 
 test-slow: .slow-waiting .slow-others  ## run the tests marked slow: long searches, training of toy models, memory cgroups
 
@@ -120,7 +120,7 @@ test-simulated: setup  ## run the tests on a simulated GPU
 	$(BIN)/python -m pytest $(SIMULATED)
 
 test-memory: setup  ## search for the load of one caller that needs the most memory: about fifteen minutes
-	$(BIN)/python -m pytest -m "slow or search" tests/robustness/test_memory_search.py
+	$(BIN)/python -m pytest -m "slow or search" tests/robustness/test_memory_search.py tests/robustness/test_memory_limit.py
 
 test-processors: setup  ## run the parity and capture tests as on other processors; ALL=1 for all tests that compute
 	PYTHON=$(BIN)/python tests/other_processors.sh $(if $(ALL),all)

@@ -77,9 +77,14 @@ def explain(port, name, samples, count):
     return [reply.error.message for reply in replies if reply.HasField("error")]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize(("name", "samples", "count"), [("smoothgrad", 16, 48), ("rise", 2048, 1)])
+@pytest.mark.parametrize(
+    ("name", "samples", "count"),
+    [
+        pytest.param("smoothgrad", 16, 48, marks=pytest.mark.slow),
+        pytest.param("rise", 2048, 1, marks=pytest.mark.search),
+    ],
+)
 def test_default_server_works_within_its_memory_limit(group, tmp_path, name, samples, count):
     folder, kills = group
     with serve_in_group(folder, tmp_path / "log.txt") as (process, port):
