@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -91,9 +93,16 @@ def test_predictions_and_maps_are_as_exact_as_the_plain_models(name, dtype, serv
     assert result.explanations[0].image.mode == "RGB"
 
 
-def tiff(values):
+def tiff(values, **options):
     file = io.BytesIO()
-    tifffile.imwrite(file, values, photometric="minisblack", planarconfig="contig")
+    planes = {"planarconfig": "contig"} if values.shape[2] > 1 else {}
+    tifffile.imwrite(file, values if planes else values[:, :, 0], photometric="minisblack", **planes, **options)
+    return file.getvalue()
+
+
+def npy(values):
+    file = io.BytesIO()
+    np.save(file, values)
     return file.getvalue()
 
 
@@ -102,7 +111,7 @@ def test_http_and_the_command_line_return_the_same_map(name, served, client, tmp
     values = noise(name, "uint16")
     expected = client.explain(values, **whole_photo(name)).explanations[0].heatmap
     file = tmp_path / "photo.tif"
-    file.write_bytes(tiff(values) if name == "bands" else tiff(values[:, :, 0]))
+    file.write_bytes(tiff(values))
 
     body = {
         "model": name, "image": base64.b64encode(file.read_bytes()).decode(), "rendering": {"heatmap": True},
@@ -178,18 +187,45 @@ def test_weights_of_rgb_are_adapted_as_by_timm(tmp_path):
         assert channels == 4 or torch.allclose(found, expected, rtol=1e-5)
 
 
+def with_nan(name):
+    values = noise(name, "float32")
+    values[5, 6, -1] = np.nan
+    return values
+
+
+def bomb(name):
+    """Return a TIFF whose only strip inflates to 16 MB."""
+    file = tiff(np.zeros((64, 64, CHANNELS[name]), np.uint8), compression="zlib", rowsperstrip=64)
+    (page,) = tifffile.TiffFile(io.BytesIO(file)).pages
+    strip = page.tags["StripByteCounts"]
+    inflating = zlib.compress(bytes(16 << 20))
+    place = page.tags["StripOffsets"].offset + 8
+    file = bytearray(file.ljust(len(file) + len(file) % 2, b"\0"))
+    struct.pack_into("<I", file, strip.offset + 8, len(inflating))
+    struct.pack_into("<I", file, place, len(file))
+    return bytes(file) + inflating
+
+
 REFUSED = {
-    "channels": (np.zeros((8, 8, 3), np.uint8), "the image has 3 channels, and the model takes 12"),
-    "nan": (np.full((8, 8, 12), np.nan, np.float32), "pixels that are NaN or infinite"),
+    "channels": (lambda _: npy(np.zeros((8, 8, 2), np.uint16)), "the image has 2 channels, and the model takes"),
+    "nan": (lambda name: npy(with_nan(name)), "the image has pixels that are NaN or infinite"),
+    "nan in a TIFF": (lambda name: tiff(with_nan(name)), "the image has pixels that are NaN or infinite"),
+    "bomb": (bomb, "the TIFF file is truncated or broken"),
 }
 
 
-@pytest.mark.parametrize(("values", "words"), REFUSED.values(), ids=REFUSED)
-def test_array_that_does_not_fit_is_refused(values, words, client):
+@pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("name", CHANNELS)
+def test_file_that_does_not_fit_is_refused_over_grpc_and_http(name, make, words, client, served):
+    file = make(name)
     with pytest.raises(camserve.InvalidArgument, match=words) as caught:
-        client.explain(values, model="bands")
+        client.explain(file, model=name)
+    body = {"model": name, "image": base64.b64encode(file).decode()}
+    reply = http_calls.post(served.http_port, http_calls.EXPLAIN, body)
 
     assert list(caught.value.fields) == ["image"]
+    assert (reply.status, reply.json["code"]) == (400, "invalid_argument")
+    assert words in reply.json["message"]
 
 
 def test_model_shows_its_channels(client):

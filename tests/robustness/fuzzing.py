@@ -57,14 +57,14 @@ def tally(send, channel, inputs, allowed):
     return responses.summary
 
 
-def send_images(channel, data):
-    """Send images through one stream, a few at a time; yield each one's number, status code and faults."""
+def send_images(channel, files):
+    """Send files, each with its model, through one stream; yield each one's number, status code and faults."""
     free = threading.Semaphore(IN_FLIGHT)
 
     def requests():
-        for number, image in enumerate(data):
+        for number, (model, image) in enumerate(files):
             free.acquire()
-            yield explain_pb2.ExplainStreamRequest(request_id=str(number), request={"image": image})
+            yield explain_pb2.ExplainStreamRequest(request_id=str(number), request={"model": model, "image": image})
 
     call = channel.stream_stream(
         fields.METHODS["ExplainStream"],
@@ -151,11 +151,14 @@ def plant(fault):
 
 
 def corpus():
-    """Return the images and the messages of the corpus, each message with its RPC."""
-    kept_images = [path.read_bytes() for path in sorted((CORPUS / "images").iterdir())]
-    return kept_images, [
-        (path.name.partition("-")[0], path.read_bytes()) for path in sorted((CORPUS / "messages").iterdir())
-    ]
+    """Return the images, each with its model, and the messages of the corpus, each with its RPC."""
+    folders = [sorted((CORPUS / name).iterdir()) for name in ("images", "messages")]
+    return tuple([(path.name.partition("-")[0], path.read_bytes()) for path in paths] for paths in folders)
+
+
+def open_server():
+    """Start a server with the models of the mutants."""
+    return serving(models=(nets.TINY, *nets.OTHERS), device="cpu", threads=1, max_request_rows=ROWS)
 
 
 def main(count_images, count_messages, *faults):
@@ -164,11 +167,11 @@ def main(count_images, count_messages, *faults):
     pictures, messages = list(mutations.images(count_images)), list(mutations.messages(count_messages))
     kept_images, kept_messages = corpus()
     with (
-        serving(models=(nets.TINY,), device="cpu", threads=1, max_request_rows=ROWS) as served,
+        open_server() as served,
         grpc.insecure_channel(served.address) as channel,
     ):
-        list(send_images(channel, list(mutations.photos().values()) * 10))
-        list(send_messages(channel, mutations.requests() * 5))
+        list(send_images(channel, mutations.valid_images() * 4))
+        list(send_messages(channel, mutations.requests() * 3))
         summaries, cost = {}, {}
         with process_audit.measure_memory(cost):
             summaries["kept images"] = tally(send_images, channel, kept_images, ALLOWED)
@@ -182,7 +185,7 @@ def main(count_images, count_messages, *faults):
                 summaries[fault] = tally(send_images, channel, pictures[:150], ALLOWED)
                 images.decode = decode_image
             summaries[fault] |= fault_cost
-        summaries["after"] = tally(send_images, channel, [mutations.photos()["png"]], {"OK"})
+        summaries["after"] = tally(send_images, channel, [("tiny", mutations.photos()["png"])], {"OK"})
     sys.stdout.write(json.dumps(summaries | cost) + "\n")
 
 

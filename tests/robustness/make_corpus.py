@@ -1,7 +1,7 @@
-"""Make the corpus with `python -m robustness.make_corpus`: for each kind of response, the shortest of many mutants.
+"""Extend the corpus with `python -m robustness.make_corpus`: for new kinds of response, the shortest of many mutants.
 
-Inputs that once got a wrong response are added by hand. Files in `images` may have any name; those in `messages` begin
-with their RPC and a dash.
+Inputs that once got a wrong response are added by hand. The names of files in `images` begin with their model and a
+dash, those in `messages` with their RPC.
 """
 
 import re
@@ -12,11 +12,10 @@ import grpc
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
-from robustness import fields, fuzzing, mutations, nets
-from support import serving
+from robustness import fields, fuzzing, mutations, raster_files
 
 COUNT = 20_000
-MAX_INPUT = 3000  # bytes
+MAX_INPUT = 2000  # bytes
 
 
 def pattern_of(text):
@@ -24,14 +23,14 @@ def pattern_of(text):
     return re.sub(r'"[^"]*"|[\d,.]+', "#", text)
 
 
-def image_outcome(data):
+def image_outcome(model, data):
     """Return the kind of response that an image gets."""
     magic = next((kind for kind, known in images._MAGIC.items() if known.match(data)), "")
     try:
-        size = images.decode(data, Limits()).shape
+        photo = images.decode(data, Limits(), raster_files.CHANNELS[model])
     except InvalidArgument as error:
-        return magic, pattern_of(error.message), len(data).bit_length()
-    return magic, size, len(data).bit_length()
+        return model, magic, pattern_of(error.message)
+    return model, magic, photo.dtype.name, photo.shape[2]
 
 
 def message_outcome(channel, rpc, data):
@@ -46,35 +45,33 @@ def message_outcome(channel, rpc, data):
     return rpc, "OK", ""
 
 
-def keep(into, key, data):
-    """Keep the shortest input of each kind."""
-    if len(data) <= MAX_INPUT and len(data) < len(into.get(key, b" " * (MAX_INPUT + 1))):
-        into[key] = data
+def shortest(known, outcomes):
+    """Return the shortest of the inputs of each kind that is not known, from pairs of a kind and an input."""
+    found = {}
+    for key, data in outcomes:
+        if key not in known and len(data) <= min(MAX_INPUT, len(found.get(key, b" " * MAX_INPUT))):
+            found[key] = data
+    return found
 
 
-def write_files(folder, names):
-    """Replace the files of a folder; return the sum of their bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.iterdir():
-        old.unlink()
-    for name, data in names.items():
-        (folder / name).write_bytes(data)
-    return sum(map(len, names.values()))
+def add_files(folder, found):
+    """Add the inputs to a folder, numbered after its own; return the sum of their bytes."""
+    start = 1 + max(int(path.name.rpartition("-")[2]) for path in folder.iterdir())
+    for number, (key, data) in enumerate(found.items(), start):
+        (folder / f"{key[0]}-{number:03}").write_bytes(data)
+    return sum(map(len, found.values()))
 
 
 def main():
-    pictures, messages = {}, {}
-    for data in [*mutations.photos().values(), *mutations.images(COUNT)]:
-        keep(pictures, image_outcome(data), data)
-    with (
-        serving(models=(nets.TINY,), device="cpu", threads=1, max_request_rows=fuzzing.ROWS) as served,
-        grpc.insecure_channel(served.address) as channel,
-    ):
-        for rpc, data in [*mutations.requests(), *mutations.messages(COUNT)]:
-            keep(messages, message_outcome(channel, rpc, data), data)
-    size = write_files(fuzzing.CORPUS / "images", {f"{n:03}": data for n, data in enumerate(pictures.values())})
-    names = {f"{key[0]}-{n:03}": data for n, (key, data) in enumerate(messages.items())}
-    size += write_files(fuzzing.CORPUS / "messages", names)
+    kept_images, kept_messages = fuzzing.corpus()
+    known = {image_outcome(*image) for image in kept_images}
+    mutants = [*mutations.valid_images(), *mutations.images(COUNT)]
+    pictures = shortest(known, ((image_outcome(model, data), data) for model, data in mutants))
+    with fuzzing.open_server() as served, grpc.insecure_channel(served.address) as channel:
+        known = {message_outcome(channel, *message) for message in kept_messages}
+        mutants = [*mutations.requests(), *mutations.messages(COUNT)]
+        messages = shortest(known, ((message_outcome(channel, rpc, data), data) for rpc, data in mutants))
+    size = add_files(fuzzing.CORPUS / "images", pictures) + add_files(fuzzing.CORPUS / "messages", messages)
     sys.stdout.write(f"{len(pictures)} images and {len(messages)} messages: {size:,} bytes\n")
 
 

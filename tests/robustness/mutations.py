@@ -8,6 +8,7 @@ from PIL import Image
 
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
 from camserve_server.api.oip.v2 import inference_pb2
+from robustness import raster_files
 
 INTERESTING = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
 MAX_MUTANT = 1 << 16  # bytes
@@ -30,7 +31,7 @@ def encode(image, form, **options):
 
 
 def photos():
-    """Return valid files of six formats by name, several of most; the server refuses GIF and TIFF."""
+    """Return valid files of six formats by name, several of most, for a model of RGB; the server refuses GIF."""
     whole = picture()
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -50,6 +51,13 @@ def photos():
         "palette.bmp": encode(whole.quantize(16), "BMP"),
         "tiff": encode(whole, "TIFF", compression="tiff_lzw"),
     }
+
+
+def valid_images():
+    """Return all valid files, each with the name of a model that takes it."""
+    return [("tiny", data) for data in photos().values()] + [
+        (name.partition("-")[0], data) for name, data in raster_files.files().items()
+    ]
 
 
 def requests():
@@ -92,20 +100,16 @@ def requests():
         overlay=2, profile="PROFILE_SIGNED", contour_lines=3, color_bar=True, threshold_quantile=0.5, regions=regions
     )
     drawn = explain_pb2.ExplainRequest(image=image, rendering=rendering, class_map=True)
-    changes = [
-        explain_pb2.Intervention(layer="0", channels=[1, 2], silence=True),
-        explain_pb2.Intervention(layer="1", clamp=explain_pb2.Clamp(minimum=0, maximum=6), input=True),
-        explain_pb2.Intervention(layer="1", clip_gradient=1),
-    ]
+    changes = _interventions()
     changed = explain_pb2.ExplainRequest(model="tiny", image=image, interventions=changes)
     item = explain_pb2.ExplainStreamRequest(request_id="one", request=plain)
     messages = {
-        "Explain": (plain, methods, targets, drawn, changed),
+        "Explain": (plain, methods, targets, drawn, changed, _deep_photo()),
         "ExplainStream": (item,),
         "EstimateCost": (explain_pb2.EstimateCostRequest(explain=methods),),
         "Evaluate": (evaluation,),
         "InspectLayers": (inspection,),
-        "ExtractFeatures": (extraction,),
+        "ExtractFeatures": (extraction, *_extractions(image)),
         "GetModel": (models_pb2.GetModelRequest(name="tiny"),),
         "ListLayers": (models_pb2.ListLayersRequest(model="tiny"),),
         "LoadModel": (models_pb2.LoadModelRequest(name="tiny", weights="tiny.safetensors", sha256="0" * 64),),
@@ -113,6 +117,44 @@ def requests():
     }
     messages |= _inferences(image)
     return [(rpc, message.SerializeToString()) for rpc, group in messages.items() for message in group]
+
+
+def _interventions():
+    """Return an intervention of each kind."""
+    intervention = explain_pb2.Intervention
+    return [
+        intervention(layer="0", channels=[1, 2], silence=True),
+        intervention(layer="0", channels=[0], scale=0.5),
+        intervention(layer="1", clamp=explain_pb2.Clamp(minimum=0, maximum=6), input=True),
+        intervention(layer="1", channels=[3], replace_mean=True),
+        intervention(layer="1", clip_gradient=1),
+    ]
+
+
+def _deep_photo():
+    """Return a request with a photo of 12 channels, and what says how its values are read and shown."""
+    return explain_pb2.ExplainRequest(
+        model="bands",
+        image=raster_files.small_photo(),
+        value_range={"minimum": 0, "maximum": 4095},
+        rendering=explain_pb2.Rendering(overlay=2, bands=[3, 2, 1], window={"centre": 2000, "width": 500}),
+    )
+
+
+def _extractions(image):
+    """Return requests of components, concepts and heads."""
+    numbers = np.arange(8, dtype="<f4")
+    basis = explain_pb2.FeatureBasis(
+        mean=numbers[:4].tobytes(), vectors=numbers[:4].tobytes(), shares=numbers[:1].tobytes(), ranges=bytes(8)
+    )
+    request, pca = explain_pb2.ExtractFeaturesRequest, explain_pb2.CHANNEL_RANK_PCA
+    return (
+        request(image=image, layer="1", rank=pca, fit_images=[image], foreground=True, picture=2),
+        request(image=image, layer="1", rank=pca, basis=basis, raw=True),
+        request(image=image, layer="1", rank=explain_pb2.CHANNEL_RANK_FACTORS, top=2, interventions=_interventions()),
+        request(image=image, model="attention", rank=explain_pb2.CHANNEL_RANK_HEADS, raw=True),
+        request(image=image, layer="1", value_range={"minimum": 1, "maximum": 9}, colormap="jet", top=3),
+    )
 
 
 def _inferences(image):
@@ -181,6 +223,8 @@ MUTATIONS = (_flip, _flip, _write, _write, _change_header, _change_header, _cut,
 def mutate(chance, data, others):
     """Return data with random mutations; one in ten continues with the bytes of another."""
     changed = bytearray(data)
+    if chance.random() < 0.8 and raster_files.mutate(chance, changed):
+        return bytes(changed)
     if chance.random() < 0.1:
         other = chance.choice(others)
         changed[chance.randrange(len(changed)) :] = other[chance.randrange(len(other)) :]
@@ -191,10 +235,12 @@ def mutate(chance, data, others):
 
 
 def images(count, seed=1):
-    """Yield `count` mutants of the photos."""
-    chance, files = random.Random(seed), list(photos().values())
+    """Yield `count` mutants of the files, each with the name of a model that takes the file."""
+    chance, valid = random.Random(seed), valid_images()
+    others = [data for _, data in valid]
     for number in range(count):
-        yield mutate(chance, files[number % len(files)], files)
+        model, data = valid[number % len(valid)]
+        yield model, mutate(chance, data, others)
 
 
 def messages(count, seed=2):

@@ -113,3 +113,4 @@ def configure(level: str, form: str, process: int | None = None) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # it warns of every broken file that a caller sends

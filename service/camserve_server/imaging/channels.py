@@ -4,8 +4,10 @@ A TIFF file is checked before tifffile reads it. Its directories are read here: 
 may refer to the same bytes. tifffile then gets only the tags that make the picture.
 """
 
+import ast
 import io
 import math
+import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -29,6 +31,9 @@ RGB = 3
 MAX_CHANNELS = 512  # of OpenCV's arrays
 _GREY_AXES = 2  # of an array
 _NPY_HEADER = 4096  # bytes
+_NPY_TEXT = re.compile(rb"[\w\s{}()[\],:'\"<>|=]*", re.ASCII)  # without operators: 2000 of them take 0.1 s to parse
+_MOST = (1 << 31) - 1  # values along an axis
+_SHAPE_TEXT = 60  # characters of a shape in an error
 
 _WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC, _SAMPLES, _ORIENTATION = 256, 257, 258, 259, 262, 277, 274
 _EXTRA_SAMPLES, _SAMPLE_FORMAT = 338, 339
@@ -36,6 +41,9 @@ _PICTURE_TAGS = frozenset(
     {_WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC, _SAMPLES, _EXTRA_SAMPLES, _SAMPLE_FORMAT}
     | {266, 273, 278, 279, 284, 317, 322, 323, 324, 325}  # order of bits, strips, planes, predictor, tiles
 )
+_PARTS = frozenset((273, 279, 324, 325))  # have a value for each strip or tile
+_STRIP_BYTES, _TILE_WIDTH, _TILE_HEIGHT, _TILE_BYTES = 279, 322, 323, 325
+_LEAST_TILE = 16  # rows and columns, by the specification
 _TYPE_BYTES: Mapping[int, int] = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8}
 _SHORT = 3
 _MAX_TAGS = 1024
@@ -65,21 +73,38 @@ def npy_shape(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     Raises:
         InvalidArgument: the header is broken, or the values are not of one of `TYPES`.
     """
-    file = io.BytesIO(data[: _NPY_HEADER + 16])
     try:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, columns_first, dtype = read(file, max_header_size=_NPY_HEADER)
-    except Exception as error:  # NumPy evaluates the header, which may raise anything
+        header, start = _npy_header(data)
+        shape, columns_first, kind = header["shape"], header["fortran_order"], header["descr"]
+        dtype = np.dtype(kind if isinstance(kind, str) else "void")  # a list of fields
+        if not isinstance(shape, tuple) or not all(type(side) is int for side in shape):
+            raise _broken("NPY")  # noqa: TRY301 -- as all that is wrong with a header
+    except Exception as error:  # Python evaluates the header, which may raise anything
         raise _broken("NPY") from error
     if dtype.newbyteorder("=").name not in TYPES:
-        raise InvalidArgument(f"the NPY file has values of type {dtype}: {_list(TYPES)} are accepted", field="image")
-    if len(shape) not in (_GREY_AXES, RGB) or min(shape) < 1:
         raise InvalidArgument(
-            f"the NPY file has the shape {shape}: [height, width] or [height, width, channels] is accepted",
+            f"the NPY file has values of type {dtype.name}: {_list(TYPES)} are accepted", field="image"
+        )
+    if len(shape) not in (_GREY_AXES, RGB) or not all(0 < side <= _MOST for side in shape):
+        found = str(shape) if len(str(shape)) <= _SHAPE_TEXT else f"{str(shape)[:_SHAPE_TEXT]}…"
+        raise InvalidArgument(
+            f"the NPY file has the shape {found}: [height, width] or [height, width, channels] is accepted",
             field="image",
         )
-    return shape, columns_first, dtype, file.tell()
+    return shape, columns_first is True, dtype, start
+
+
+def _npy_header(data: bytes) -> tuple[Mapping[str, Any], int]:
+    """Return the header of an NPY file, and where its values start.
+
+    NumPy's own function reads a header that is no Python again, as that of Python 2: 4.7 s for one of 3 kB.
+    """
+    form, at = ("<H", 10) if data[6] == 1 else ("<I", 12)
+    (length,) = struct.unpack_from(form, data, 8)
+    text = data[at : at + length]
+    if length > _NPY_HEADER or not _NPY_TEXT.fullmatch(text):
+        raise ValueError
+    return ast.literal_eval(text.decode("ascii")), at + length
 
 
 def npy_size(data: bytes) -> Size:
@@ -120,23 +145,29 @@ def read_tiff(data: bytes, channels: int, most: int) -> Photo:
         InvalidArgument: the file is broken or too large, or has pixels that are not accepted.
     """
     try:
-        pages = _pages(data, channels + 1)
-    except (struct.error, KeyError, ValueError):
-        raise _broken("TIFF") from None
+        return _read_pages(data, channels, most)
+    except InvalidArgument:
+        raise
+    except Exception as error:  # tifffile raises many types, and so do numbers that are no offsets or sizes
+        raise _broken("TIFF") from error
+
+
+def _read_pages(data: bytes, channels: int, most: int) -> Photo:
+    pages = _pages(data, channels + 1)
     first = pages[0]
     used = pages if len(pages) == channels and all(page.value(_SAMPLES, 1) == 1 for page in pages) else pages[:1]
     for page in used:
         _check_page(page, first)
+        _check_parts(page, most)
+    own = len(used) * first.value(_SAMPLES, 1)
+    has_alpha = own == channels + 1 and first.value(_EXTRA_SAMPLES, 0) in _ALPHA
+    _check_channels(channels if has_alpha else own, first.type, channels)  # before anything is decoded
     _check_bytes(len(used) * first.bytes, most)
-    try:
-        arrays = _read_with_opencv(data, used) or _read_with_tifffile(data, used, most)
-    except InvalidArgument:
-        raise
-    except Exception as error:  # tifffile raises many types
-        raise _broken("TIFF") from error
+    arrays = _read_with_opencv(data, used) or _read_with_tifffile(data, used, most)
     photo: NDArray[Any] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, 2)
-    if photo.shape[2] == channels + 1 and first.value(_EXTRA_SAMPLES, 0) in _ALPHA:
-        photo = photo[:, :, :channels]
+    if photo.dtype.name != first.type or photo.shape != (first.value(_HEIGHT), first.value(_WIDTH), own):
+        raise _broken("TIFF")
+    photo = photo[:, :, :channels] if has_alpha else photo
     return _checked(np.ascontiguousarray(_upright(photo, first.value(_ORIENTATION, 1))))
 
 
@@ -164,14 +195,26 @@ class _Page:
         """
         if tag not in self.tags and default is not None:
             return default
+        return self.values(tag, 1)[0]
+
+    def count(self, tag: int) -> int:
+        """Return the number of values of a tag; 0 without the tag."""
+        return int(struct.unpack_from(self.order + "I", self.tags[tag], 4)[0]) if tag in self.tags else 0
+
+    def values(self, tag: int, most: int) -> tuple[int, ...]:
+        """Return the values of a tag, at most this number.
+
+        Raises:
+            KeyError: the tag is missing, or has no whole numbers.
+            struct.error: the values are beyond the end of the file.
+        """
         entry = self.tags[tag]
-        kind, count = struct.unpack_from(self.order + "HI", entry, 2)
+        (kind,), count = struct.unpack_from(self.order + "H", entry, 2), self.count(tag)
         letter, size = {1: ("B", 1), _SHORT: ("H", 2), 4: ("I", 4)}[kind]
+        form = f"{self.order}{min(count, most)}{letter}"
         if count * size <= 4:  # noqa: PLR2004 -- bytes that fit the entry itself
-            return int(struct.unpack_from(self.order + letter, entry, 8)[0])
-        return int(
-            struct.unpack_from(self.order + letter, self.data, struct.unpack_from(self.order + "I", entry, 8)[0])[0]
-        )
+            return struct.unpack_from(form, entry, 8)
+        return struct.unpack_from(form, self.data, struct.unpack_from(self.order + "I", entry, 8)[0])
 
     @property
     def bytes(self) -> int:
@@ -221,13 +264,9 @@ def _page(data: bytes, start: int) -> _Page:
 
 def _check_page(page: _Page, first: _Page) -> None:
     """Check that a page has pixels that are accepted, and those of the first page's size and type."""
-    try:
-        kind, photometric, compression = page.type, page.value(_PHOTOMETRIC), page.value(_COMPRESSION, 1)
-        same = all(page.value(tag, 1) == first.value(tag, 1) for tag in (_WIDTH, _HEIGHT, _BITS, _SAMPLE_FORMAT))
-        empty = page.bytes < 1
-    except (KeyError, struct.error):
-        raise _broken("TIFF") from None
-    if not same or empty:
+    kind, photometric, compression = page.type, page.value(_PHOTOMETRIC), page.value(_COMPRESSION, 1)
+    same = all(page.value(tag, 1) == first.value(tag, 1) for tag in (_WIDTH, _HEIGHT, _BITS, _SAMPLE_FORMAT))
+    if not same or page.bytes < 1:
         raise _broken("TIFF")
     if kind not in TYPES:
         raise InvalidArgument(f"the TIFF file has values of type {kind}: {_list(TYPES)} are accepted", field="image")
@@ -247,6 +286,22 @@ def _check_page(page: _Page, first: _Page) -> None:
         )
 
 
+def _check_parts(page: _Page, most: int) -> None:
+    """Check that a page has no more strips or tiles than pixels for them, and that these do not share bytes.
+
+    Otherwise each of a million strips could be the whole file, and tifffile would read a million times that.
+    """
+    height, width, samples = page.value(_HEIGHT), page.value(_WIDTH), page.value(_SAMPLES, 1)
+    parts = samples * max(height, -(-height // _LEAST_TILE) * -(-width // _LEAST_TILE))
+    if any(page.count(tag) > (parts if tag in _PARTS else samples) for tag in page.tags):
+        raise _broken("TIFF")
+    for tag in {_STRIP_BYTES, _TILE_BYTES} & page.tags.keys():
+        if sum(page.values(tag, page.count(tag))) > len(page.data):
+            raise _broken("TIFF")
+    tile = page.value(_TILE_WIDTH, 0) * page.value(_TILE_HEIGHT, 0)
+    _check_bytes(tile * samples * page.value(_BITS, 1) // 8, most)
+
+
 def _read_with_opencv(data: bytes, pages: Sequence[_Page]) -> list[NDArray[Any]]:
     """Read pages whose compression tifffile does not know; return none for other compressions."""
     if pages[0].value(_COMPRESSION, 1) not in _BY_OPENCV:
@@ -255,7 +310,7 @@ def _read_with_opencv(data: bytes, pages: Sequence[_Page]) -> list[NDArray[Any]]
     for page in pages:
         file = np.frombuffer(_only_picture(data, [page]), np.uint8)
         pixels = cv2.imdecode(file, cv2.IMREAD_UNCHANGED)
-        if pixels is None or pixels.dtype.name != page.type:
+        if pixels is None:
             raise _broken("TIFF")
         photo = pixels.reshape(*pixels.shape[:2], -1)
         arrays.append(photo[:, :, ::-1])  # OpenCV returns blue first
@@ -268,6 +323,8 @@ def _read_with_tifffile(data: bytes, pages: Sequence[_Page], most: int) -> list[
     arrays: list[NDArray[Any]] = []
     with tifffile.TiffFile(io.BytesIO(_only_picture(data, pages))) as file:
         for page, own in zip(cast("Any", file.pages), pages, strict=True):
+            if len(page.dataoffsets) != math.prod(page.chunked):  # tifffile would leave the others black
+                raise _broken("TIFF")
             if own.value(_COMPRESSION, 1) != _PLAIN:
                 _check_inflated(data, page, most)
             values = page.asarray(maxworkers=1)
@@ -345,11 +402,15 @@ def with_channels(photo: Photo, channels: int) -> Photo:
         InvalidArgument: it has others.
     """
     own = photo.shape[2]
-    if own == channels:
-        return photo
-    if own == 1 and channels == RGB:
-        return cast("Photo", np.repeat(photo, RGB, 2))
-    photographed = own == RGB and photo.dtype == np.uint8
+    _check_channels(own, photo.dtype.name, channels)
+    return photo if own == channels else cast("Photo", np.repeat(photo, RGB, 2))
+
+
+def _check_channels(own: int, kind: str, channels: int) -> None:
+    """Check that a photo with these channels of this type fits a model with `channels`."""
+    if own == channels or (own, channels) == (1, RGB):
+        return
+    photographed = own == RGB and kind == "uint8"
     hint = ": send a TIFF or NPY file with these channels" if photographed and channels != 1 else ""
     raise InvalidArgument(f"the image has {count_of(own)}, and the model takes {channels}{hint}", field="image")
 
