@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from camserve_server.core.errors import ConfigError
+from camserve_server.imaging.channels import RGB
 from camserve_server.models.huggingface import image_text, processors
 from camserve_server.models.huggingface.folder import PROCESSOR, PROCESSORS, read_config, weight_files
 from camserve_server.models.huggingface.heads import Head, head_of, instances, with_form
@@ -48,7 +49,8 @@ def load(spec: ModelSpec) -> Source:
     with offline():
         config = read_settings(transformers, folder, spec.origin)
         processor = processors.load_processor(transformers, folder, spec.origin)
-        preprocess = processors.preprocess_of(processor, spec.origin)
+        channels = _channels(config)
+        preprocess = processors.preprocess_for(processor, channels, spec.origin)
         kind = head.model_class(transformers, config, spec.origin)
         if spec.weights == "default":
             check_weights(kind, config, files, spec)
@@ -57,9 +59,16 @@ def load(spec: ModelSpec) -> Source:
             module = build_random(kind, config, spec)
     if head.task == "detect":
         module.num_classes = config.num_labels
-    module = with_form(module, _convert(head, spec, processor), swaps_channels=processors.swaps_channels(processor))
+    swaps_channels = channels == RGB and processors.swaps_channels(processor)
+    module = with_form(module, _convert(head, spec, processor), swaps_channels=swaps_channels)
     task = head.task or TASKS.get(settings.get("problem_type") or "")
     return Source(module, preprocess, labels_of(config), task, queries=_queries(config))
+
+
+def _channels(config: Any) -> int:
+    """Return the number of channels of a network's input."""
+    channels = getattr(config, "num_channels", RGB)
+    return channels if isinstance(channels, int) else RGB
 
 
 def _queries(config: Any) -> int:

@@ -3,8 +3,10 @@
 The settings in the folder are not trusted: camserve's own preprocessing must give the same result.
 """
 
+import copy
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, get_args
@@ -15,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from camserve_server.core.errors import ConfigError
+from camserve_server.imaging.channels import MAX_CHANNELS, RGB
 from camserve_server.imaging.values import KeepAspect, Preprocess
 from camserve_server.models.huggingface.folder import PROCESSOR, one_line
 
@@ -25,6 +28,9 @@ Triple: TypeAlias = tuple[float, float, float]
 # Largest difference between two preprocessings, as a share of the range from black to white. It allows for rounding and
 # for implementations of interpolation. A shift by one pixel gives five times as much.
 _MAX_DIFFERENCE = 0.04
+
+_WHITE = 255  # the value of white in a photo
+_ROUNDING = 1e-5  # of a mean that was found
 
 _SHAPES = ((90, 120), (120, 90), (75, 113), (101, 101), (97, 61), (40, 160), (200, 33))
 """Height and width of small photos for processors that keep proportions: fractions are rounded in every way."""
@@ -44,6 +50,60 @@ def load_processor(transformers: Any, folder: Path, origin: str) -> Any:
             f"{origin}: its {PROCESSOR} {fault}, and only this file says what input the model was trained on "
             f"(AutoImageProcessor's save_pretrained writes it): {one_line(error)}"
         ) from error
+
+
+def preprocess_for(processor: Any, channels: int, origin: str) -> Preprocess:
+    """Find the `Preprocess` that gives the same result as a processor, for a network with this number of channels.
+
+    Processors run on photos in colour alone. For other channels, resize and crop are those of a copy of the processor
+    for photos in colour; the numbers of the normalisation are read.
+
+    Raises:
+        ConfigError: no `Preprocess` does, or the processor has no mean and deviation for each channel.
+    """
+    if channels == RGB:
+        return preprocess_of(processor, origin)
+    if not 0 < channels <= MAX_CHANNELS:
+        raise ConfigError(
+            f"{origin}: num_channels in its config.json is {channels:,}: 1 to {MAX_CHANNELS} are accepted"
+        )
+    normalises = getattr(processor, "do_normalize", True)
+    mean = _per_channel(processor, "image_mean", channels, origin) if normalises else (0.0,) * channels
+    std = _per_channel(processor, "image_std", channels, origin) if normalises else (1.0,) * channels
+    in_colour = copy.deepcopy(processor)
+    in_colour.image_mean, in_colour.image_std, in_colour.do_normalize = [0.5] * RGB, [0.5] * RGB, True
+    in_colour.do_rescale, in_colour.rescale_factor = True, 1 / _WHITE
+    found = preprocess_of(in_colour, origin)
+    if not np.allclose((found.mean, found.std), 0.5, rtol=0, atol=_ROUNDING):
+        raise ConfigError(f"{origin}: its {type(processor).__name__} does more than rescale, subtract and divide")
+    rescales = getattr(processor, "do_rescale", True)
+    (factor,) = _numbers([processor.rescale_factor], "rescale_factor", origin, positive=True) if rescales else (1.0,)
+    value_range = None if math.isclose(factor, 1 / _WHITE) else (0.0, 1 / factor)
+    return replace(found, mean=mean, std=std, value_range=value_range)
+
+
+def _per_channel(processor: Any, name: str, channels: int, origin: str) -> tuple[float, ...]:
+    """Return the numbers of a setting of a processor, one for each channel."""
+    stated = getattr(processor, name, None)
+    numbers = [stated] * channels if isinstance(stated, int | float) else list(stated or ())
+    if len(numbers) != channels:
+        raise ConfigError(
+            f"{origin}: its config.json has num_channels={channels}, and {name} in its {PROCESSOR} has "
+            f"{len(numbers)} number{'s' * (len(numbers) != 1)}: set one for each channel"
+        )
+    return _numbers(numbers, name, origin, positive=name == "image_std")
+
+
+def _numbers(stated: Sequence[Any], name: str, origin: str, *, positive: bool) -> tuple[float, ...]:
+    """Return numbers of a file of unknown origin, which may be anything."""
+    try:
+        numbers = tuple(map(float, stated))
+    except (TypeError, ValueError, OverflowError):
+        numbers = (math.nan,)
+    if not all(math.isfinite(number) and (number > 0 or not positive) for number in numbers):
+        least = " above 0" if positive else ""
+        raise ConfigError(f"{origin}: {name} in its {PROCESSOR} must be finite numbers{least}")
+    return numbers
 
 
 def preprocess_of(processor: Any, origin: str) -> Preprocess:
