@@ -6,6 +6,7 @@ bytes can be asserted; speed is for `make bench` and `make soak`.
 """
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ import pytest
 TESTS = Path(__file__).parent
 CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time", "time"}
 CLOCKS |= {f"{name}_ns" for name in CLOCKS}
+MENTIONS = re.compile(rf"\b({'|'.join(CLOCKS)})\s*\(|\bdeadline\b")
+"""What a file without assertions about time may lack: a call of a clock, or a deadline."""
+
 EXCEPTIONS = {"api/test_servicer.py::test_rows_have_the_deadline_of_their_call": "an instant, the same however late"}
 """Exceptions, by file and function: why the assertion may be about time. There should be hardly any."""
 
@@ -118,6 +122,8 @@ def until_settled(scope, node):
 
 def asserted(source, name="example.py"):
     """Return the places of assertions about time."""
+    if not MENTIONS.search(source):
+        return []
     tree, module, result = ast.parse(source), set(), []
     for _ in range(3):  # what one function returns, another one asserts
         for node in functions(tree):
