@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from camserve import connect
-from http_calls import EXPLAIN, LIST, STREAM, lines_of, post, request
+from http_calls import EXPLAIN, STREAM, post, request
 from robustness.authority import Authority
 from server_process import free_port, server_process
 from support import PHOTOS, serving
@@ -157,21 +157,6 @@ def test_plain_request_to_a_port_with_tls_is_refused(authority, tmp_path):
 
 def resident(pid):
     return 1024 * int(Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")[2].split()[0])
-
-
-def test_two_processes_share_the_port():
-    port = free_port()
-    flags = ("--processes", "2", "--threads", "2", "--http-address", str(port))
-    with server_process((SMALL,), *flags):
-        found = set()
-        for _ in range(24):  # the kernel chooses the process of each connection at random
-            found.add(post(port, LIST, {}).headers["camserve-process"])
-        item = json.dumps({"requestId": "a", "request": {"image": IMAGE}}).encode()
-        stream = post(port, STREAM, item, connect.NDJSON)
-
-    assert found == {"0/2", "1/2"}
-    assert stream.headers["camserve-process"] in found
-    assert lines_of(stream)[0]["response"]["model"] == "small"
 
 
 def test_memory_of_the_server_does_not_grow_with_the_calls():

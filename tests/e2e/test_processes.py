@@ -1,5 +1,6 @@
 """`serve --processes 2`: two servers on one port, as a user starts them."""
 
+import base64
 import contextlib
 import json
 import os
@@ -22,8 +23,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import camserve
 import fork_server
+import http_calls
 import needs
 from balancer import PROCESSES, balancer
+from camserve import connect
 from server_process import TEST_VARIABLES, free_port
 from support import PHOTOS, TINY, children, wait_until
 
@@ -40,10 +43,12 @@ class Server:
     """A server of two processes."""
 
     def __init__(self, folder):
-        self.port, self.metrics_port, self.log = free_port(), free_port(), folder / "log"
+        self.port, self.metrics_port, self.http_port = free_port(), free_port(), free_port()
+        self.log = folder / "log"
         self.address = f"127.0.0.1:{self.port}"
         (folder / "process_nets.py").write_text(TINY)
         flags = f"--processes 2 --threads 2 --address {self.address} --metrics-address {self.metrics_port} --admin"
+        flags += f" --http-address {self.http_port}"
         flags += f" --model tiny=process_nets:tiny?size=32 --model-folder {folder} --log-format json"
         code = "from camserve_server.cli import main; main()"
         environment = {key: value for key, value in os.environ.items() if key not in TEST_VARIABLES}
@@ -116,6 +121,17 @@ def test_processes_share_the_requests_and_the_merged_metrics_count_all(server):
     assert counted.total() == len(results) == 3 * CONNECTIONS
     assert set(counted) == {"0", "1"}
     assert len({result.explanations[0].score for result in results}) == 1
+
+
+def test_processes_share_the_http_port(server):
+    found = {http_calls.post(server.http_port, http_calls.LIST, {}).headers["camserve-process"] for _ in range(24)}
+    photo = base64.b64encode(PHOTOS["chelsea"].read_bytes()).decode()
+    item = json.dumps({"requestId": "a", "request": {"image": photo}}).encode()
+    stream = http_calls.post(server.http_port, http_calls.STREAM, item, connect.NDJSON)
+
+    assert found == {"0/2", "1/2"}
+    assert stream.headers["camserve-process"] in found
+    assert http_calls.lines_of(stream)[0]["response"]["model"] == "tiny"
 
 
 @pytest.mark.skipif(not shutil.which("haproxy"), reason=needs.HAPROXY)

@@ -239,8 +239,9 @@ DETECTORS = {
 @pytest.mark.parametrize("name", DETECTORS)
 def test_map_of_a_detection_equals_autograd(plant, name):
     """The oracle is torchvision's detector, that resizes and normalises by itself."""
-    model = plant(lambda: detector(name, **DETECTORS[name]), size=128)
-    image, layer, theirs = noise(2, 128), model.info.default_layer, detector(name, **DETECTORS[name])
+    theirs = detector(name, **DETECTORS[name])
+    model = plant(lambda: copy.deepcopy(theirs), size=128)
+    image, layer = noise(2, 128), model.info.default_layer
     theirs.transform.min_size, theirs.transform.max_size = (128,), 128
     theirs.transform.fixed_size = (128, 128) if theirs.transform.fixed_size else None
     pixels = torch.from_numpy(image).permute(2, 0, 1)[None]

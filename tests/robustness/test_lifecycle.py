@@ -609,7 +609,7 @@ def test_unloading_releases_memory(cycling):
 
 def test_leaked_model_is_detected(cycling):
     """Planted fault: a factory that keeps its networks."""
-    assert growth(cycling, "leaking", 2, 20).max() > 20
+    assert growth(cycling, "leaking", 2, 12).max() > 20
 
 
 # --- stopping ---
