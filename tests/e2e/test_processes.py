@@ -200,8 +200,8 @@ def supervised(server):
 class Callers:
     """Clients that explain photos until they are stopped, each request over a new connection."""
 
-    def __init__(self, server, retries):
-        self.outcomes, self._stop = Counter(), threading.Event()
+    def __init__(self, server, retries, pause=0.0):
+        self.outcomes, self._stop, self._pause = Counter(), threading.Event(), pause
         self._threads = [threading.Thread(target=self._work, args=(server, retries)) for _ in range(4)]
 
     def _work(self, server, retries):
@@ -214,6 +214,7 @@ class Callers:
                 ):
                     client.explain(PHOTO, overlay=None)
                 self.outcomes["OK"] += 1
+                time.sleep(self._pause)
             except camserve.CamserveError as error:
                 self.outcomes[type(error).__name__] += 1
                 time.sleep(0.02)
@@ -239,7 +240,7 @@ def test_killed_process_is_replaced_under_load_with_the_models_of_the_other(serv
     assert versions(server) == {loaded.version} == {2}
 
     first, second = sorted(supervised(server))
-    with Callers(server, retries=10) as callers:
+    with Callers(server, retries=10, pause=0.05) as callers:  # the new process needs the processor, too
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: len(server.logged("serving")) == 3)
         answered = callers.outcomes["OK"]
