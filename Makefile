@@ -89,7 +89,10 @@ test: setup node $(TRITON_VENV)/.done  ## run all tests except the slow ones; CO
 	  rm .methods.log .small.log .simulated.log; exit $$code
 	$(if $(COVERAGE),$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report)
 
-RUN = SKIPPED_FILE=.skipped$@ $(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest -m "not slow and not search"
+# Several parts run at the same time, so waiting threads must not spin: they would keep the core from the thread that they
+# wait for. Of a server with two threads, one map by SmoothGrad took 20 s of processor time beside another part, and 1 s so.
+PATIENT = OMP_WAIT_POLICY=passive
+RUN = $(PATIENT) SKIPPED_FILE=.skipped$@ $(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest -m "not slow and not search"
 
 .methods:
 	@OMP_NUM_THREADS=1 $(RUN) $(METHODS) >$@.log 2>&1
@@ -100,10 +103,9 @@ RUN = SKIPPED_FILE=.skipped$@ $(BIN)/python $(if $(COVERAGE),-m coverage run) -m
 .simulated:
 	@OMP_NUM_THREADS=1 $(RUN) $(SIMULATED) >$@.log 2>&1
 
-# Its workers compute with two threads, as in production. The other parts run at the same time, so waiting threads must not
-# spin: they would keep the core from the thread that they wait for.
+# Its workers compute with two threads, as in production.
 .whole:
-	@OMP_WAIT_POLICY=passive $(RUN) $(WHOLE)
+	@$(RUN) $(WHOLE)
 
 # Two parts that -j2 runs at the same time, about as long: much of the first one is waiting.
 WAITING = tests/robustness tests/e2e/test_page.py tests/test_front_benchmark.py tests/test_text_benchmark.py
@@ -111,10 +113,10 @@ WAITING = tests/robustness tests/e2e/test_page.py tests/test_front_benchmark.py 
 test-slow: .slow-waiting .slow-others  ## run the tests marked slow: long searches, training of toy models, memory cgroups
 
 .slow-waiting: setup browser
-	$(BIN)/python -m pytest -m slow --durations=10 $(WAITING)
+	$(PATIENT) $(BIN)/python -m pytest -m slow --durations=10 $(WAITING)
 
 .slow-others: setup browser
-	$(BIN)/python -m pytest -m slow --durations=10 $(WAITING:%=--ignore %)
+	$(PATIENT) $(BIN)/python -m pytest -m slow --durations=10 $(WAITING:%=--ignore %)
 
 test-simulated: setup  ## run the tests on a simulated GPU
 	$(BIN)/python -m pytest $(SIMULATED)

@@ -219,7 +219,7 @@ async def test_calls_that_arrived_while_the_server_was_descheduled_are_answered(
 
 def test_server_that_stops_with_calls_unanswered_exits_with_1(tmp_path):
     (tmp_path / "hanging_nets.py").write_text(HANGS)
-    server = Server(tmp_path / "log", "hangs=hanging_nets:net?size=32")
+    server = Server(tmp_path / "log", "hangs=hanging_nets:net?size=32", drain=1)
     warm(server.address)
     with camserve.Client(server.address, retries=0, timeout=60) as client, ThreadPoolExecutor(3) as pool:
         calls = [pool.submit(client.explain, WHITE, overlay=None) for _ in range(3)]
