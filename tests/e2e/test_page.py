@@ -502,59 +502,95 @@ def is_drawn_as(page, overlay):
     return shown is not None and shown.shape == expected.shape and np.abs(shown - expected).max() < 8  # two decoders
 
 
-@pytest.mark.parametrize("kind", ["tif", "npy"])
-def test_photo_that_browsers_cannot_show_is_explained(opened, tmp_path, kind):
-    rng = np.random.default_rng(3)
-    scene = (rng.random((40, 60, 12)) * [3000 + 100 * band for band in range(12)]).astype(np.uint16)
-    path = tmp_path / f"scene.{kind}"
-    (
-        tifffile.imwrite(path, scene, photometric="minisblack", planarconfig="contig")
-        if kind == "tif"
-        else np.save(path, scene)
-    )
+@pytest.fixture(scope="module")
+def deep():
+    """A server of models with other channels than RGB, and a client of it."""
     with serving(models=CHANNELS, http_address="0") as served, camserve.Client(served.address) as client:
-        page = opened(port=served.http_port, expected=("400",))
-        page.wait_for_selector("[data-status=ready]")
-        page.set_input_files("#files", path)
-        page.get_by_text("The image has 12 channels, and the model takes 1.").first.wait_for()
-        page.get_by_role("checkbox", name="bands", exact=True).check()
-        page.get_by_role("checkbox", name="grey", exact=True).uncheck()
-        explained(page)
-        look = {"model": "bands", "overlay": "jpeg", "alpha": 0}
-        truth = client.explain(path, **look).explanations[0]
-        wait_until(lambda: is_drawn_as(page, truth.overlay))
-
-        page.get_by_text("Values and bands").click()
-        page.get_by_label("Bands to show").fill("7, 2, 0")
-        page.get_by_label("Window to show").fill("1500 2000")
-        page.get_by_label("Values for the model").fill("0, 4095")
-        chosen = {"bands": (7, 2, 0), "window": (1500, 2000), "value_range": (0, 4095)}
-        truth = client.explain(path, **look, **chosen).explanations[0]
-        wait_until(lambda: is_drawn_as(page, truth.overlay))
-        page.get_by_role("tab", name="Save and share").click()
-        assert np.array_equal(np.load(io.BytesIO(saved(page, "Numbers (.npy)"))), truth.heatmap)
-        assert camserve.Receipt.from_json(saved(page, "Receipt (JSON)")).value_range == (0, 4095)
-        assert saved(page, "Picture (PNG)").startswith(b"\x89PNG")
-        code = page.get_by_label("As Python", exact=True).text_content()
-        assert all(part in code for part in ("value_range=(0, 4095)", "bands=(7, 2, 0,)", "window=(1500, 2000)"))
-        page.get_by_label("Bands to show").fill("12")
-        page.get_by_text("12 channels, 0 to 11").first.wait_for()
+        yield served, client
 
 
-def test_grey_photo_of_16_bits_is_explained(opened, tmp_path):
-    path = tmp_path / "scan.png"
+@pytest.fixture
+def scene(tmp_path):
+    """Paths of twelve channels of 16 bits, as a TIFF and as an array."""
+    rng = np.random.default_rng(3)
+    values = (rng.random((40, 60, 12)) * [3000 + 100 * band for band in range(12)]).astype(np.uint16)
+    tifffile.imwrite(tmp_path / "scene.tif", values, photometric="minisblack", planarconfig="contig")
+    np.save(tmp_path / "scene.npy", values)
+    return tmp_path / "scene.tif", tmp_path / "scene.npy"
+
+
+def open_deep(opened, served, model):
+    page = opened(port=served.http_port, expected=("400",))
+    page.wait_for_selector("[data-status=ready]")
+    for name in sorted(("bands", "grey"), key=lambda name: name != model):
+        page.get_by_role("checkbox", name=name, exact=True).set_checked(name == model)
+    return page
+
+
+def shows(page, result):
+    """Return true if the page shows a result's probabilities and, as the photo, its overlay."""
+    shares = [share for _, share in predictions_shown(page)]
+    return shares == [share for _, share in written(result.predictions)] and is_drawn_as(
+        page, result.explanations[0].overlay
+    )
+
+
+def saved_numbers(page):
+    page.get_by_role("tab", name="Save and share").click()
+    return np.load(io.BytesIO(saved(page, "Numbers (.npy)")))
+
+
+PICTURE = {"overlay": "jpeg", "alpha": 0}
+
+
+def test_tiff_is_drawn_and_explained_as_by_the_client(opened, deep, scene):
+    served, client = deep
+    page = open_deep(opened, served, "bands")
+    page.set_input_files("#files", scene[0])
+    explained(page)
+    result = client.explain(scene[0], model="bands", **PICTURE)
+    wait_until(lambda: shows(page, result))
+
+    page.get_by_text("Values and bands").click()
+    page.get_by_label("Bands to show").fill("7, 2, 0")
+    page.get_by_label("Window to show").fill("1500 2000")
+    page.get_by_label("Values for the model").fill("0, 4095")
+    chosen = {"bands": (7, 2, 0), "window": (1500, 2000), "value_range": (0, 4095)}
+    result = client.explain(scene[0], model="bands", **PICTURE, **chosen)
+    wait_until(lambda: shows(page, result))
+    assert np.array_equal(saved_numbers(page), result.explanations[0].heatmap)
+    assert camserve.Receipt.from_json(saved(page, "Receipt (JSON)")).value_range == (0, 4095)
+    assert saved(page, "Picture (PNG)").startswith(b"\x89PNG")
+    code = page.get_by_label("As Python", exact=True).text_content()
+    assert all(part in code for part in ("value_range=(0, 4095)", "bands=(7, 2, 0,)", "window=(1500, 2000)"))
+    page.get_by_label("Bands to show").fill("12")
+    page.get_by_text("12 channels, 0 to 11").first.wait_for()
+
+
+def test_array_is_explained_and_a_wrong_number_of_channels_is_refused(opened, deep, scene):
+    served, client = deep
+    page = open_deep(opened, served, "grey")
+    page.set_input_files("#files", scene[1])
+    page.get_by_text("The image has 12 channels, and the model takes 1.").first.wait_for()
+    page.get_by_role("checkbox", name="bands", exact=True).check()
+    page.get_by_role("checkbox", name="grey", exact=True).uncheck()
+    explained(page)
+    result = client.explain(scene[1], model="bands", **PICTURE)
+    wait_until(lambda: shows(page, result))
+    assert np.array_equal(saved_numbers(page), result.explanations[0].heatmap)
+
+
+def test_grey_photo_of_16_bits_is_explained(opened, deep, tmp_path):
+    served, client = deep
     scan = (np.linspace(0, 4095, 64 * 64).reshape(64, 64)).astype(np.uint16)
-    Image.fromarray(scan).save(path)
-    with serving(models=CHANNELS[:1], http_address="0") as served, camserve.Client(served.address) as client:
-        page = opened(port=served.http_port)
-        page.wait_for_selector("[data-status=ready]")
-        drop(page, path)
-        explained(page)
-        truth = client.explain(path, overlay="jpeg", alpha=0).explanations[0]
-        wait_until(lambda: is_drawn_as(page, truth.overlay))
-        assert drawn(page).max() > 250  # from the smallest to the largest value: otherwise it is almost black
-        page.get_by_role("tab", name="Save and share").click()
-        assert np.array_equal(np.load(io.BytesIO(saved(page, "Numbers (.npy)"))), truth.heatmap)
+    Image.fromarray(scan).save(tmp_path / "scan.png")
+    page = open_deep(opened, served, "grey")
+    drop(page, tmp_path / "scan.png")
+    explained(page)
+    result = client.explain(tmp_path / "scan.png", model="grey", **PICTURE)
+    wait_until(lambda: shows(page, result))
+    assert drawn(page).max() > 250  # from the smallest to the largest value: otherwise it is almost black
+    assert np.array_equal(saved_numbers(page), result.explanations[0].heatmap)
 
 
 def test_readings_equal_the_clients(page, client):
