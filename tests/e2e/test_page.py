@@ -674,10 +674,18 @@ def test_accessibility_checker_finds_nothing(opened, scheme, viewport):
         if tab == "Layers":
             page.get_by_role("button", name="Measure all layers").click()
             page.locator(".chart-point").first.wait_for()
+            show_channels_and_switch_one_off(page)
         if tab == "Which to believe":
             page.get_by_role("button", name="Evaluate").click()
             page.get_by_role("table").wait_for()
         assert violations(page) == [], tab
+
+
+def show_channels_and_switch_one_off(page):
+    page.get_by_role("button", name="Show features").click()
+    page.locator(".channel").first.click()
+    page.get_by_text("Without interventions").wait_for()
+    explained(page, maps=2)
 
 
 def violations(page):
@@ -693,6 +701,8 @@ def test_narrow_page_never_scrolls_sideways(opened):
     page.get_by_text("Choose layers").click()
     for tab in ("Compare maps", "Layers", "Which to believe", "Save and share"):
         page.get_by_role("tab", name=tab).click()
+        if tab == "Layers":
+            show_channels_and_switch_one_off(page)
         assert page.evaluate("document.documentElement.scrollWidth") == NARROW["width"], tab
 
 
