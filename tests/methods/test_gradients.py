@@ -25,6 +25,7 @@ from torch.nn import functional
 from camserve_server import models
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.values import Row
+from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods.gradients import noisy
 from camserve_server.targets.values import ClassTarget, ContrastTarget, RankTarget
 from methods.tools import FACTOR, FLOOR, call, doubled, error_ratio, exact, explain, gap, inputs, job, noise, run
@@ -322,6 +323,17 @@ def test_some_channels_have_the_same_bytes_as_among_all(plant):
     for method in (call("saliency"), call("integrated_gradients", steps=3)):
         some = maps_by_channel(model, image, method, (7, 2))
         assert some.tobytes() == maps_by_channel(model, image, method)[[7, 2]].tobytes()
+
+
+def test_channel_that_the_model_ignores_has_a_flat_map(curved):
+    curved.module[0].weight[:, 2] = 0
+    names = ("saliency", "smoothgrad", "integrated_gradients", "gradient_shap")
+    calls = [replace(call(name), input_channels=(0, 2)) for name in names]
+
+    found = explain(curved, noise(6, 24), job(curved, calls, [ClassTarget(3)])).explanations
+    verdicts = {(each.call.name, each.input_channel): each.verdict for each in found}
+    assert {verdicts[name, 2] for name in names} == {Verdict.FLAT}
+    assert {verdicts[name, 0] for name in names} == {Verdict.OK}
 
 
 def test_matched_maps_of_channels_add_up_to_the_matched_map(curved):
