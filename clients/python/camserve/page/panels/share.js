@@ -60,8 +60,10 @@ function showCode() {
   const [model] = state.ask.models;
   if (!model) return;
   const cell = current();
-  const rendering = renderingOf(cell ? styleOf(cell) : state.style, state.view);
-  const request = { ...requestFor(model), maxPredictions: undefined, rendering };
+  const asked = requestFor(model);
+  const { bands, window } = asked.rendering;
+  const rendering = { ...renderingOf(cell ? styleOf(cell) : state.style, state.view), bands, window };
+  const request = { ...asked, maxPredictions: undefined, rendering };
   const options = { photo: state.photo?.name || "photo.jpg", token: api.token !== "" };
   const base = location.href.split("#")[0].replace(/\/[^/]*$/, "");
   const python = asPython(request, { ...options, address: `${location.hostname}:50051` });
