@@ -580,6 +580,27 @@ def test_array_is_explained_and_a_wrong_number_of_channels_is_refused(opened, de
     assert np.array_equal(saved_numbers(page), result.explanations[0].heatmap)
 
 
+def test_map_of_each_channel_is_that_of_the_client(opened, deep, scene):
+    served, client = deep
+    page = open_deep(opened, served, "bands")
+    page.set_input_files("#files", scene[1])
+    add_method(page, "saliency", maps=2)
+    page.locator(".chip-card", has_text="saliency").get_by_text("Options and formula").click()
+    page.locator(".chip-card", has_text="saliency").get_by_label("A map of each channel of the photo").check()
+    explained(page, maps=13)
+    method = camserve.Method("saliency", per_channel=True)
+    maps = client.explain(scene[1], model="bands", methods=[method]).explanations
+    assert page.locator(".cell .name").all_text_contents() == ["gradcam"] + [
+        f"saliency, channel {c}" for c in range(12)
+    ]
+    page.get_by_role("tab", name="Save and share").click()
+    page.get_by_label("Map", exact=True).select_option(index=8)
+    assert np.array_equal(saved_numbers(page), maps[7].heatmap)
+    receipt = camserve.Receipt.from_json(saved(page, "Receipt (JSON)"))
+    assert (receipt.input_channel, client.replay(receipt, scene[1]).differences) == (7, ())
+    assert "per_channel=True" in page.get_by_label("As Python", exact=True).text_content()
+
+
 def test_grey_photo_of_16_bits_is_explained(opened, deep, tmp_path):
     served, client = deep
     scan = (np.linspace(0, 4095, 64 * 64).reshape(64, 64)).astype(np.uint16)

@@ -38,6 +38,8 @@ METHODS = [
         "parameters": {"samples": {"number": 32}, "kind": {"text": "it's"}, "noise": {"number": 0.15}},
     },
     {"name": "layercam", "augmentationSmoothing": True, "eigenSmoothing": True},
+    {"name": "saliency", "perChannel": True},
+    {"name": "integrated_gradients", "perChannel": True, "inputChannels": [7, 0]},
 ]
 PLAIN = {"overlay": "IMAGE_FORMAT_JPEG", "heatmap": True}
 RENDERINGS = {
@@ -201,7 +203,14 @@ MAP = signed(3, 2)
 
 
 def response(
-    score=0.1, *, target=None, values=MAP, fusion=explain_pb2.FUSION_UNSPECIFIED, parameters=(), optional=None
+    score=0.1,
+    *,
+    target=None,
+    values=MAP,
+    fusion=explain_pb2.FUSION_UNSPECIFIED,
+    parameters=(),
+    optional=None,
+    channel=None,
 ):
     explanation = explain_pb2.Explanation(
         method="смуз",
@@ -211,6 +220,7 @@ def response(
         fusion=fusion,
         resolved_target=target or explain_pb2.Target(class_index=0),
         augmentation_smoothing=True,
+        input_channel=channel,
     )
     if values is not None:
         explanation.heatmap.CopyFrom(json_format.ParseDict(heatmap(values), explain_pb2.Heatmap()))
@@ -240,6 +250,8 @@ RESPONSES = [
     response(parameters=[("samples", 32), ("noise", 0.15), ("kind", "it's"), ("odd", float("inf"))][:1]),
     response(parameters=[("kind", "it's")]),
     response(parameters=[("odd", float("inf"))]),
+    response(channel=0),
+    response(channel=11),
     response(optional={"interventions": INTERVENTIONS}),
     response(optional={"valueRange": {"maximum": 4095.5}, "texts": ["a cat", "ein Hund"]}),
 ]

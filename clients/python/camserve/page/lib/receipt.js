@@ -40,6 +40,7 @@ function fieldsOf(explanation, requested) {
     score: jsonNumber(score, Math.fround),
     verdict: verdict.replace("VERDICT_", ""),
     heatmap: explanation.heatmap ? heatmapOf(explanation.heatmap) : null,
+    ...("inputChannel" in explanation && { input_channel: explanation.inputChannel }),
   };
 }
 
@@ -116,7 +117,7 @@ export function isIntervention(value) {
   return changes.length === 1 && isText(value.layer) && listOf(isCount)(value.channels ?? []);
 }
 
-const OPTIONAL = ["texts", "value_range", "interventions"];
+const OPTIONAL = ["texts", "value_range", "interventions", "input_channel"];
 
 const CHECKS = [
   ...TEXTS.map((name) => [name, "a string", isText]),
@@ -128,6 +129,7 @@ const CHECKS = [
   ["texts", "a list of texts", listOf(isText)],
   ["value_range", "two numbers", (value) => listOf(Number.isFinite)(value) && value.length === 2],
   ["interventions", "a list of interventions", listOf(isIntervention)],
+  ["input_channel", "the index of a channel", isCount],
   ["fusion", "null, mean, max, product, sum", (value) => value === null || Object.values(FUSIONS).includes(value)],
   ["target", "an object", isObject],
   ["score", "a number", isNumber],
@@ -149,9 +151,10 @@ export function requestOf(receipt) {
   const smoothing = { augmentationSmoothing: receipt.augmentation_smoothing, eigenSmoothing: receipt.eigen_smoothing };
   const parameter = (value) => (isText(value) ? { text: value } : { number: value });
   const parameters = Object.fromEntries(Object.entries(receipt.parameters).map(([name, value]) => [name, parameter(value)]));
+  const channel = "input_channel" in receipt && { perChannel: true, inputChannels: [receipt.input_channel] };
   const request = {
     model: receipt.model,
-    methods: [{ name: receipt.method, parameters, ...smoothing }],
+    methods: [{ name: receipt.method, parameters, ...smoothing, ...channel }],
     targets: [renamed(receipt.target, camelName)],
     layers: receipt.layers,
     interventions: renamed(receipt.interventions ?? [], camelName),

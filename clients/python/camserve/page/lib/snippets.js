@@ -50,7 +50,7 @@ function pythonTarget(target) {
   return target.softmax ? `camserve.probability(${className(target)})` : className(target);
 }
 
-function pythonMethod({ name, parameters = {}, augmentationSmoothing = false, eigenSmoothing = false }) {
+function pythonMethod({ name, parameters = {}, augmentationSmoothing = false, eigenSmoothing = false, perChannel = false, inputChannels = [] }) {
   const values = Object.fromEntries(
     Object.entries(parameters).map(([key, parameter]) => [key, parameter.text ?? Number(parameter.number ?? 0)]),
   );
@@ -58,6 +58,7 @@ function pythonMethod({ name, parameters = {}, augmentationSmoothing = false, ei
     ...(Object.keys(values).length ? [pythonValue(values)] : []),
     ...(augmentationSmoothing ? ["augmentation_smoothing=True"] : []),
     ...(eigenSmoothing ? ["eigen_smoothing=True"] : []),
+    ...(perChannel ? [`per_channel=${pythonValue(inputChannels.length ? inputChannels : true)}`] : []),
   ];
   return options.length ? `camserve.Method(${[pythonString(name), ...options].join(", ")})` : pythonString(name);
 }

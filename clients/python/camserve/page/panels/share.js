@@ -2,6 +2,7 @@
 import { choice, debounced, download, fileButton, fill, h, labelled, say } from "../dom.js";
 import { receiptText } from "../lib/receipt.js";
 import { asCurl, asPython, renderingOf } from "../lib/snippets.js";
+import { methodName } from "../lib/words.js";
 import { changed, link, on, requestFor, state } from "../state.js";
 import { api } from "../server.js";
 import { titleOf } from "./cell.js";
@@ -53,7 +54,7 @@ function savingOf(cell) {
 
 function fileName({ source, explanation }) {
   const stem = (source.name || "photo").replace(/\.[^.]*$/, "");
-  return [stem, explanation.method, explanation.layer].filter(Boolean).join(".").replace(/[^\w.-]+/g, "_");
+  return [stem, methodName(explanation), explanation.layer].filter(Boolean).join(".").replace(/[^\w.-]+/g, "_");
 }
 
 function showCode() {
