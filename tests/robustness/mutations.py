@@ -137,6 +137,7 @@ def _deep_photo():
         model="bands",
         image=raster_files.small_photo(),
         value_range={"minimum": 0, "maximum": 4095},
+        methods=[explain_pb2.Method(name="saliency", per_channel=True, input_channels=[0, 11])],
         rendering=explain_pb2.Rendering(overlay=2, bands=[3, 2, 1], window={"centre": 2000, "width": 500}),
     )
 
@@ -151,9 +152,11 @@ def _extractions(image):
     return (
         request(image=image, layer="1", rank=pca, fit_images=[image], foreground=True, picture=2),
         request(image=image, layer="1", rank=pca, basis=basis, raw=True),
-        request(image=image, layer="1", rank=explain_pb2.CHANNEL_RANK_FACTORS, top=2, interventions=_interventions()),
+        request(
+            image=image, layer="1", rank=explain_pb2.CHANNEL_RANK_FACTORS, raw=True, interventions=_interventions()
+        ),
         request(image=image, model="attention", rank=explain_pb2.CHANNEL_RANK_HEADS, raw=True),
-        request(image=image, layer="1", value_range={"minimum": 1, "maximum": 9}, colormap="jet", top=3),
+        request(image=image, layer="1", value_range={"minimum": 1, "maximum": 9}, colormap="jet", picture=1),
     )
 
 
