@@ -185,7 +185,7 @@ def test_maps_of_channels_are_the_same_over_every_protocol(parts, served, tmp_pa
     name, values, result, _ = parts
     expected = [each.heatmap.tobytes() for each in result.explanations[:-1]]
     file = tmp_path / "photo.tif"
-    file.write_bytes(tiff(values) if name == "bands" else tiff(values[:, :, 0]))
+    file.write_bytes(tiff(values))
 
     body = {
         "model": name, "image": base64.b64encode(file.read_bytes()).decode(), "rendering": {"heatmap": True},
