@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +121,7 @@ def links():
                 yield pytest.param(path, target, id=f"{path.relative_to(ROOT)}: {target}")
 
 
+@cache
 def anchors(path):
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
