@@ -273,8 +273,9 @@ def test_other_calls_take_arrays_too(client):
     assert client.evaluate(values, model="bands", metrics=["deletion"]).readings
 
 
-def test_explainer_takes_twelve_channels(modules):
-    values = noise("bands", "uint16")
+@pytest.mark.parametrize("dtype", ["uint16", "float32"])
+def test_explainer_takes_twelve_channels(modules, dtype):
+    values = noise("bands", dtype)
     options = {"size": 64, "crop": "whole", "mean": [0.4] * 12, "std": [0.25] * 12}
     with Explainer(modules["bands"], **options) as explainer:
         result = explainer.explain(values, methods=["gradcam", PARTS], targets=[CLASS], overlay=None)

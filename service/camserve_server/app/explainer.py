@@ -72,7 +72,8 @@ class Explainer(camserve.Client):
     buffers. Its parameters share their memory with the explainer, so do not train the network during a call. After a
     training step, call `refresh`.
 
-    All methods that take a photo also take a preprocessed input of the network: a float tensor [3, H, W].
+    All methods that take a photo also take a preprocessed input of the network: a float tensor or array [C, H, W]. An
+    array of floats [H, W] or [H, W, C] is a photo, as is every array for a spec.
 
     Args:
         model: A `torch.nn.Module`, or a model spec such as "timm:resnet50?weights=default".
@@ -128,7 +129,7 @@ class Explainer(camserve.Client):
         Raises:
             InvalidArgument: The value is neither.
         """
-        if isinstance(image, np.ndarray) and np.issubdtype(image.dtype, np.floating):
+        if isinstance(image, np.ndarray) and np.issubdtype(image.dtype, np.floating) and not self._is_photo(image):
             image = torch.from_numpy(image)
         if not isinstance(image, Tensor):
             return super().file_of(image)
@@ -138,6 +139,13 @@ class Explainer(camserve.Client):
             return inputs.file_of(image, self._preprocess)
         except ServiceError as error:
             raise camserve.InvalidArgument(f"image: {error.message}", fields={"image": error.message}) from error
+
+    def _is_photo(self, array: np.ndarray) -> bool:
+        """Return true for an array of floats [H,W] or [H,W,C], and false for the network's input [C,H,W]."""
+        if self._preprocess is None or array.ndim == 2:  # noqa: PLR2004 -- rows and columns
+            return True
+        channels = self._preprocess.channels
+        return array.ndim == 3 and array.shape[-1] == channels != array.shape[0]  # noqa: PLR2004 -- and channels
 
 
 def _spec_of(network: nn.Module, options: NetworkOptions) -> ModelSpec:
