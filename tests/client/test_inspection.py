@@ -79,6 +79,35 @@ async def test_features_have_channels_maps_and_tiles(client: Any, server: Any) -
     assert (result.photo.width, result.photo.height) == (6, 4)
 
 
+async def test_features_without_a_score_have_no_target(client: Any, server: Any) -> None:
+    whole = server.extraction
+
+    def embedding(request: Any) -> Any:
+        response = whole(request)
+        response.ClearField("target")
+        return response
+
+    server.extraction = embedding
+    result = await client.features(b"\x07", rank="pca")
+
+    assert (result.target, result.rank) == (None, "pca")
+    assert result._repr_html_().endswith("<small>components: 2, of 8 channels</small></figcaption></figure>")
+
+
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [
+        ("gradient", "2 of 8 channels · tabby"),
+        ("factors", "concepts: 2, in 8 channels · tabby"),
+        ("heads", "2 of 8 heads"),
+    ],
+)
+async def test_notebook_says_what_the_rank_shows(client: Any, rank: str, words: str) -> None:
+    html = (await client.features(b"\x07", rank=rank))._repr_html_()
+
+    assert f"<small>{words}</small>" in html
+
+
 async def test_error_for_a_missing_part_names_the_option(client: Any, tmp_path: Any) -> None:
     result = await client.features(b"\x07", maps=False, picture=None)
 

@@ -19,15 +19,17 @@ from camserve_server.models.values import Layout, ModelInfo, Pass
 def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
     """Run one batch: one forward pass. The features of a row are its heads [heads,h,w].
 
-    The attention is that of the pass's layer, or the last one. It is read in the row of the first token, if there are
-    tokens before the patches: the class token. Otherwise it is the mean over all queries.
+    The attention is that of the pass's layer, or the last one. Of a model with a class token, it is read in the row of
+    that token, which is the first. Otherwise it is the mean over the patches as queries; or over all queries, if these
+    are other tokens than the keys.
     """
+    has_class_token = _has_class_token(model.module)
     unique = find_unique_inputs(rows)
     results: dict[int, RowResult] = {}
     with torch.no_grad(), _record_heads(model, "".join(pass_.layers)) as recorder:
         outputs = forward(model, make_inputs(model.info, unique.rows))
         recorded, layout = recorder.last(len(unique.rows))
-        heads = _maps(recorded.matrix, layout)
+        heads = _maps(recorded.matrix, layout, has_class_token=has_class_token)
         for backward, _ in score_passes(outputs, unique, rows):
             pass_results, (maps,) = backward.fetch([heads[backward.at]])
             for position, index in enumerate(backward.rows):
@@ -36,11 +38,26 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     return in_row_order(results)
 
 
-def _maps(matrix: Tensor, layout: Layout) -> Tensor:
+def _has_class_token(module: nn.Module) -> bool:
+    """Return whether the first token of a model is its class token, if it has tokens before the patches.
+
+    It is not if these are registers alone. The names of parameters tell: registers are "reg_token" in timm and
+    "register_tokens" in transformers; class tokens are "cls_token", "class_token" or "class_embedding".
+    """
+    names = [name.rpartition(".")[2] for name, _ in module.named_parameters()]
+    return any(name.startswith(("cls", "class")) for name in names) or not any(name.startswith("reg") for name in names)
+
+
+def _maps(matrix: Tensor, layout: Layout, *, has_class_token: bool) -> Tensor:
     """Return the attention [B,heads,h,w] to the patches from a matrix [B,heads,queries,keys]."""
-    from_class_token = layout.prefix and matrix.shape[-2] == matrix.shape[-1]
-    shares = matrix[:, :, 0] if from_class_token else matrix.mean(2)
-    return shares[..., layout.prefix :].reshape(*shares.shape[:2], layout.height, layout.width).float()
+    patches = slice(layout.prefix, layout.prefix + layout.height * layout.width)
+    if matrix.shape[-2] != matrix.shape[-1]:
+        shares = matrix.mean(2)
+    elif layout.prefix and has_class_token:
+        shares = matrix[:, :, 0]
+    else:
+        shares = matrix[:, :, patches].mean(2)
+    return shares[..., patches].reshape(*shares.shape[:2], layout.height, layout.width).float()
 
 
 @dataclass(frozen=True, slots=True)
