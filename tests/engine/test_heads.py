@@ -69,6 +69,14 @@ def attention_by_hand(module, images, query, key, heads):
     return (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(-1)
 
 
+def test_neighbours_in_a_batch_never_change_heads(model):
+    rows = [[Row(noise(seed, 32), RankTarget(0)) for seed in seeds] for seeds in ((0, 1), (0, 2))]
+    (mine, other), (same, another) = (run(model, each, [], "heads") for each in rows)
+
+    assert np.array_equal(mine.features[0], same.features[0])
+    assert not np.array_equal(other.features[0], another.features[0])
+
+
 READ = {
     "class token": lambda matrix: matrix[:, :, 0, 1:],
     "distilled": lambda matrix: matrix[:, :, 0, 2:],
