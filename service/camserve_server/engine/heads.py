@@ -12,7 +12,9 @@ from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.attention import AttentionCapture, token_grids
 from camserve_server.engine.batch import find_unique_inputs, forward, in_row_order, make_inputs, score_passes
 from camserve_server.engine.values import Row, RowResult
+from camserve_server.imaging.values import KeepAspect
 from camserve_server.models import LoadedModel
+from camserve_server.models.hooks import first_tensor
 from camserve_server.models.values import Layout, ModelInfo, Pass
 
 
@@ -77,11 +79,13 @@ class _HeadRecorder(AttentionCapture):
 
     Attributes:
         running: names of the modules that run, the outermost first.
+        tokens: the numbers of tokens that layers with a grid returned.
     """
 
     def __init__(self, info: ModelInfo, layer: str) -> None:
         super().__init__()
         self.running: list[str] = []
+        self.tokens: set[int] = set()
         self._info = info
         self._layer = layer
         self._recorded: list[_Recorded] = []
@@ -91,6 +95,12 @@ class _HeadRecorder(AttentionCapture):
         self.running.append(name)
         if name == self._layer:
             self._recorded.clear()
+
+    def leave(self, output: Any) -> None:
+        """Record that a module ends."""
+        layer, tensor = self._info.layers.get(self.running.pop()), first_tensor(output)
+        if layer and layer.layout and layer.layout.axes == "tokens" and tensor is not None:
+            self.tokens.add(tensor.shape[1])
 
     def _on_attention(self, matrix: Tensor) -> Tensor:
         self._last = matrix
@@ -105,6 +115,10 @@ class _HeadRecorder(AttentionCapture):
     def _layout(self, heads: Tensor) -> Layout | None:
         """Return the layout of the image's grid among the keys of an attention."""
         keys = heads.shape[-1]
+        # Of inputs that keep a photo's proportions, the grid is known to a row and a column: the tokens of objects may
+        # fit one too. Layers with a grid have run before, and tell the number of its tokens.
+        if isinstance(self._info.preprocess.resize, KeepAspect) and keys not in self.tokens:
+            return None
         return token_grids(self._info, keys).get(keys)
 
     def last(self, images: int) -> tuple[_Recorded, Layout]:
@@ -134,8 +148,8 @@ def _record_heads(model: LoadedModel, layer: str) -> Iterator[_HeadRecorder]:
     """Record the attention of a layer inside the block, or the last one without a layer."""
     recorder = _HeadRecorder(model.info, layer)
 
-    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-        recorder.running.pop()
+    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+        recorder.leave(output)
 
     with ExitStack() as stack:
         for name, module in model.module.named_modules():
