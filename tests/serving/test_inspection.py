@@ -485,11 +485,14 @@ def test_nearest_class_of_a_planted_concept_is_its_own():
     options = {"size": 48, "crop": "whole", "mean": (0, 0, 0), "std": (1, 1, 1), "labels": labels}
     with Explainer(net, **options) as explainer:
         found = explainer.features(RED_AND_GREEN, rank="factors", top=2, layer="1")
+        first, mirrored = explainer.features_many([RED_AND_GREEN, RED_AND_GREEN[:, ::-1]], layer="1", top=1)
 
     assert [each.nearest[0].label for each in found.channels] == ["red things", "green things"]
     assert [each.share for each in found.channels] == pytest.approx([0.75, 0.25], abs=1e-4)
     assert [each.nearest[0].score for each in found.channels] == pytest.approx([5, 5], rel=1e-4)
     assert found.maps[0, :, :36].min() > 100 * found.maps[0, :, 36:].max()
+    assert np.array_equal(first.maps[:, :, ::-1], mirrored.maps)
+    assert len(np.unique(first.maps)) == 2
 
 
 @pytest.mark.parametrize("rank", [3, 4], ids=["components", "factors"])
