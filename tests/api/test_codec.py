@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from camserve.v1 import explain_pb2, models_pb2
+from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
 from camserve_server.api import codec
 from camserve_server.api.codec import replies
 from camserve_server.core import errors
@@ -88,6 +88,7 @@ MODELS = {
     ),
     "rich": replace(model("rich"), embedding="head"),
     "lonely": model("lonely", classes=1),
+    "spectra": replace(model("spectra"), preprocess=Preprocess((32, 32), 32, "bicubic", (0.5,) * 1000, (0.25,) * 1000)),
     "odd": replace(
         model("odd"),
         layers={
@@ -109,6 +110,10 @@ def method(name, **parameters):
         for key, value in parameters.items()
     }
     return explain_pb2.Method(name=name, parameters=values)
+
+
+def per_channel(*channels, name="saliency"):
+    return {"methods": [explain_pb2.Method(name=name, per_channel=True, input_channels=channels)]}
 
 
 def changed(layer="stem", **fields):
@@ -486,6 +491,55 @@ WRONG |= {
         "methods[1].name",
         ["drise compares detected objects, which have one class each: use another method for contrasts"],
     ),
+    "channels of a cam": (
+        per_channel(name="gradcam"),
+        FailedPrecondition,
+        "methods[0].per_channel",
+        ["gradcam has no map of each channel of the input; methods that have: saliency, input_x_gradient"],
+    ),
+    "channels of a product": (
+        per_channel(name="guided_gradcam"),
+        FailedPrecondition,
+        "methods[0].per_channel",
+        ["guided_gradcam has no map"],
+    ),
+    "a channel that the model lacks": (
+        per_channel(1, 3),
+        InvalidArgument,
+        "methods[0].input_channels[1]",
+        ["is 0 to 2, not 3"],
+    ),
+    "a channel twice": (per_channel(1, 1), InvalidArgument, "methods[0].input_channels", ["twice"]),
+    "channels without per_channel": (
+        {"methods": [explain_pb2.Method(name="saliency", input_channels=[1])]},
+        InvalidArgument,
+        "methods[0].input_channels",
+        ["methods[0].input_channels needs per_channel"],
+    ),
+    "channels with eigen smoothing": (
+        {"methods": [explain_pb2.Method(name="saliency", per_channel=True, eigen_smoothing=True)]},
+        FailedPrecondition,
+        "methods[0].eigen_smoothing",
+        ["no principal component"],
+    ),
+    "a thousand channels": (
+        {"model": "spectra", **per_channel()},
+        InvalidArgument,
+        "methods[0].per_channel",
+        ["spectra has 1000 channels, and 64 explanations is the limit: choose some with input_channels"],
+    ),
+    "a thousand named channels": (
+        {"model": "spectra", **per_channel(*range(65))},
+        InvalidArgument,
+        "methods[0].input_channels",
+        ["65 methods[0].input_channels, and 64 is the limit"],
+    ),
+    "64 channels of two targets": (
+        {"model": "spectra", **per_channel(*range(64)), "targets": [index(0), index(1)]},
+        InvalidArgument,
+        "methods",
+        ["128 explanations, and 64 is the limit"],
+    ),
     "drise of a classifier": (
         {"methods": [method("gradcam"), method("drise")]},
         FailedPrecondition,
@@ -738,6 +792,25 @@ def test_module_named_pyramid_is_a_layer():
     assert (order.job.layers, order.job.fusion, order.job.pyramid) == (("pyramid",), None, False)
 
 
+def test_maps_of_channels_cost_the_rows_of_one_map():
+    whole, parts, some = (
+        ask(**each).job for each in ({"methods": [method("saliency")]}, per_channel(), per_channel(2, 0))
+    )
+
+    assert (whole.explanations, parts.explanations, some.explanations) == (1, 3, 2)
+    assert whole.rows == parts.rows == some.rows == 1
+    assert [job.calls[0].input_channels for job in (whole, parts, some)] == [(), (0, 1, 2), (2, 0)]
+    assert len({job.calls[0].key for job in (whole, parts, some)}) == 3
+
+
+def test_maps_of_channels_are_not_evaluated():
+    request = explain_pb2.ExplainRequest(**per_channel())
+    with pytest.raises(FailedPrecondition, match="metrics change all channels of a pixel") as caught:
+        codec.read_evaluation(evaluate_pb2.EvaluateRequest(explain=request), MODELS, Limits())
+
+    assert caught.value.field == "explain.methods[0].per_channel"
+
+
 def test_interventions_cost_one_more_row():
     """The row of the model without them, whose predictions are returned too."""
     assert ask().job.rows == 1
@@ -826,6 +899,7 @@ SMALLEST, LARGEST = (float(value) for value in (np.float32(1e-45), np.finfo(np.f
 NUMBERS = {
     # every number and enum in an ExplainRequest, its least and its greatest value, and how a request says it
     "methods.parameters.value.number": (1, 512, lambda v: {"methods": [method("smoothgrad", samples=v)]}),
+    "methods.input_channels": (0, 2, per_channel),
     "targets.class_index": (0, 3, lambda v: {"targets": [index(v)]}),
     "targets.contrast.why.class_index": (0, 3, lambda v: {"targets": [contrast(v, 2)]}),
     "targets.contrast.why_not.class_index": (0, 3, lambda v: {"targets": [contrast(2, v)]}),
@@ -1134,6 +1208,13 @@ def test_explanation_has_its_target_method_and_layer():
     assert (sent.heatmap_image.width, sent.heatmap_image.height) == (320, 240)
 
 
+def test_first_channel_differs_from_a_map_of_all_channels():
+    first, whole = reply(answers=[replace(finding(), input_channel=0), finding()]).explanations
+
+    assert (first.HasField("input_channel"), first.input_channel) == (True, 0)
+    assert not whole.HasField("input_channel")
+
+
 def test_parts_that_were_not_requested_are_absent():
     sent = reply(answers=[finding()], heatmap=False).explanations[0]
 
@@ -1225,7 +1306,8 @@ def test_layer_description_has_its_grid_or_the_reason_for_none():
 def test_method_description_is_complete(name):
     described = codec.describe_method(name)
 
-    assert unfilled(described, but=["parameters", "layered", "eigen_smoothing", "needs", "formula"]) == []
+    optional = ["parameters", "layered", "eigen_smoothing", "per_channel", "needs", "formula"]
+    assert unfilled(described, but=optional) == []
     assert described.name == name
     assert described.kind == codec.kind_of(METHODS[name]) != models_pb2.METHOD_KIND_UNSPECIFIED
     assert not described.summary.endswith(".")

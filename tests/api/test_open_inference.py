@@ -103,6 +103,7 @@ def test_every_parameter_is_decoded_into_its_field(served):
         "interventions": '[{"layer": "0", "channels": [1], "silence": true}, {"layer": "1", "scale": 0.5}]',
         "augmentation_smoothing": True,
         "eigen_smoothing": False,
+        "input_channel": 2,
         "overlay": "png",
         "colormap": "turbo",
         "alpha": 0.25,
@@ -123,6 +124,8 @@ def test_every_parameter_is_decoded_into_its_field(served):
                 name="smoothgrad",
                 parameters={"samples": explain_pb2.Parameter(number=3), "noise": explain_pb2.Parameter(number=0.25)},
                 augmentation_smoothing=True,
+                per_channel=True,
+                input_channels=[2],
             )
         ],
         targets=[explain_pb2.Target(label="owl")],
@@ -374,6 +377,8 @@ REFUSED = {
     "misspelt": ({"methd": "gradcam"}, "parameters", '(did you mean "method"?)'),
     "misspelt of its own": ({"method": "smoothgrad", "sampels": 3}, "parameters", '(did you mean "samples"?)'),
     "timeout": ({"timeout": -5}, 'parameters["timeout"]', "timeout is a whole number"),
+    "channel": ({"method": "saliency", "input_channel": 3}, 'parameters["input_channel"]', "is 0 to 2, not 3"),
+    "channel of a cam": ({"method": "gradcam", "input_channel": 0}, 'parameters["input_channel"]', "has no map"),
     "eigen": ({"method": "saliency", "eigen_smoothing": True}, 'parameters["eigen_smoothing"]', "principal component"),
 }
 

@@ -99,9 +99,9 @@ def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: 
         *("--model", "tiny", "--top-k", 2, "--colormap", "viridis", "--alpha", 0.25),
         *(
             "--method",
-            "gradcam:augmentation_smoothing",
+            "gradcam:augmentation_smoothing,per_channel",
             "--method",
-            "smoothgrad:samples=32,eigen_smoothing,finish=mean",
+            "smoothgrad:samples=32,eigen_smoothing,per_channel=3+7,finish=mean",
         ),
         *("--target", "tabby", "--target", "282", "--target", "tabby vs 282"),
         *("--layer", "a", "--layer", "b", "--format", "png", "--heatmaps", "--max-side", 640),
@@ -126,8 +126,8 @@ def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: 
     question = camserve._codec.ExplainRequestBuilder(
         model="tiny",
         methods=[
-            camserve.Method("gradcam", augmentation_smoothing=True),
-            camserve.Method("smoothgrad", {"samples": 32, "finish": "mean"}, eigen_smoothing=True),
+            camserve.Method("gradcam", augmentation_smoothing=True, per_channel=True),
+            camserve.Method("smoothgrad", {"samples": 32, "finish": "mean"}, eigen_smoothing=True, per_channel=(3, 7)),
         ],
         targets=["tabby", 282, camserve.contrast("tabby", 282)],
         layers=["a", "b"],
@@ -463,6 +463,7 @@ def test_health_is_the_exit_code(run: Any) -> None:
         (("explain", "{photos}", "-o", "out", "--format", "gif"), "gif"),
         (("explain", "{photos}", "-o", "out", "--alpha", "7"), "alpha: 7.0 is not between 0 and 1"),
         (("explain", "{photos}", "-o", "out", "--method", "a:b"), "'b' is neither KEY=VALUE nor one of aug"),
+        (("explain", "{photos}", "-o", "out", "--method", "a:per_channel=3;7"), "several, such as 3+7, not '3;7'"),
         (("explain", "{photos}", "-o", "out", "--server", "http://a"), "HOST:PORT"),
         (("explain", "{empty}", "-o", "out"), "no images in"),
         (("models", "--timeout", "0"), "timeout"),

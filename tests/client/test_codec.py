@@ -149,6 +149,12 @@ def test_typed_options_are_complete() -> None:
         (("a", {"n": 2}), [{"name": "a", "parameters": {"n": {"number": 2.0}}}]),
         (camserve.Method("a", augmentation_smoothing=True), [{"name": "a", "augmentation_smoothing": True}]),
         (camserve.Method("a", eigen_smoothing=True), [{"name": "a", "eigen_smoothing": True}]),
+        (camserve.Method("a", per_channel=True), [{"name": "a", "per_channel": True}]),
+        (
+            camserve.Method("a", per_channel=np.array([7, 0])),
+            [{"name": "a", "per_channel": True, "input_channels": [7, 0]}],
+        ),
+        (camserve.Method("a", per_channel=[]), [{"name": "a"}]),
         (
             ["a", ("b", {"how": "max"}), camserve.Method("c", {"x": 0.5})],
             [
@@ -485,6 +491,22 @@ def test_smoothing_and_fusion_of_a_map_are_decoded() -> None:
     assert full.how == "m, augmentation smoothing, eigen smoothing"
     assert (full.completeness_error, full.fusion) == (0.25, "product")
     np.testing.assert_array_equal(full.intensity, [[0, 1]])
+
+
+@pytest.mark.parametrize("channels", [3, "all", [1.5], [-1], [True], np.True_])
+def test_channels_that_are_no_indices_are_refused(channels: Any) -> None:
+    method = camserve.Method("saliency", per_channel=channels)
+    with pytest.raises(camserve.InvalidArgument, match="must be a list of indices") as caught:
+        _codec.ExplainRequestBuilder(methods=method).request()
+
+    assert list(caught.value.fields) == ["methods.per_channel"]
+
+
+def test_channel_of_a_map_is_decoded() -> None:
+    whole, first = explanation(method="m"), explanation(method="m", augmentation_smoothing=True, input_channel=0)
+
+    assert (whole.input_channel, whole.how) == (None, "m")
+    assert (first.input_channel, first.how) == (0, "m, augmentation smoothing, channel 0")
 
 
 @pytest.mark.parametrize("verdict", explain_pb2.Verdict.values())

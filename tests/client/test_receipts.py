@@ -202,10 +202,28 @@ def test_replay_requests_everything_in_the_receipt(receipt: camserve.Receipt) ->
     assert asked.fusion == explain_pb2.FUSION_MAX
     assert asked.rendering.heatmap
     (method,) = asked.methods
+    assert not method.per_channel
     assert (method.name, method.augmentation_smoothing, method.eigen_smoothing) == ("смуз", True, False)
     assert {name: value.number or value.text for name, value in method.parameters.items()} == receipt.parameters
     (target,) = asked.targets
     assert (target.contrast.why.label, target.contrast.why_not.class_index) == ("tabby", 0)
+
+
+@pytest.mark.parametrize("channel", [0, 7])
+def test_replay_requests_the_channel_of_the_receipt_alone(receipt: camserve.Receipt, channel: int) -> None:
+    stored = replace(receipt, input_channel=channel).to_json()
+    (method,) = _replay.request(camserve.Receipt.from_json(stored)).methods
+
+    assert json.loads(stored)["input_channel"] == channel
+    assert (method.per_channel, list(method.input_channels)) == (True, [channel])
+
+
+@pytest.mark.parametrize("channel", [-1, 1.0, True, "0", None, 2**32])
+def test_channel_of_a_receipt_must_be_an_index(receipt: camserve.Receipt, channel: Any) -> None:
+    stored = json.loads(receipt.to_json()) | {"input_channel": channel}
+
+    with pytest.raises(camserve.InvalidArgument, match='"input_channel" of the receipt must be the index of a channel'):
+        camserve.Receipt.from_json(json.dumps(stored))
 
 
 def test_receipt_has_the_values_of_the_response() -> None:
@@ -215,6 +233,7 @@ def test_receipt_has_the_values_of_the_response() -> None:
         fusion=explain_pb2.FUSION_MEAN,
         score=2.5,
         eigen_smoothing=True,
+        input_channel=0,
         resolved_target=explain_pb2.Target(class_index=0),
         parameters={"n": explain_pb2.Parameter(number=3)},
     )
@@ -227,6 +246,7 @@ def test_receipt_has_the_values_of_the_response() -> None:
     assert (receipt.model, receipt.source, receipt.versions) == ("tiny", "s", {"torch": "2"})
     assert (receipt.layers, receipt.fusion, receipt.parameters) == (("a.b", "c"), "mean", {"n": 3.0})
     assert (receipt.target, receipt.eigen_smoothing) == ({"class_index": 0}, True)
+    assert receipt.input_channel == 0
     assert receipt.heatmap is None
 
 

@@ -1,5 +1,6 @@
 """The local proxy of the page: it serves the page below a key, and forwards calls with the token."""
 
+import gzip
 import json
 import os
 import re
@@ -68,6 +69,8 @@ def test_page_and_its_files_are_below_the_key(page):
             asset.body,
             asset.content_type,
         )
+        compressed = send(page.server_port, "GET", below(page, f"/{path}"), accept_encoding="gzip")
+        assert asset.body in (compressed.body, gzip.decompress(compressed.body) if asset.compressed else b"")
         unchanged = send(page.server_port, "GET", below(page, f"/{path}"), if_none_match=response.headers["etag"])
         assert unchanged.status == 304
         assert connect.SECURITY_HEADERS.items() <= {k.lower(): v for k, v in response.headers.items()}.items()

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 
+import grpc
 import numpy as np
 import pytest
 import tifffile
@@ -15,6 +16,7 @@ import camserve
 import http_calls
 from camserve.cli import main
 from camserve_server import Explainer
+from camserve_server.api.oip.v2 import inference_pb2
 from camserve_server.models import load, parse
 from methods.tools import error_ratio
 from support import serving
@@ -119,6 +121,117 @@ def test_http_and_the_command_line_return_the_same_map(name, served, client, tmp
     assert np.array_equal(np.load(saved), expected)
 
 
+PARTS = camserve.Method("input_x_gradient", per_channel=True)
+
+
+def gradient_of(module, values, dtype):
+    """Return the plain model's gradient times its input for an array of its input's size, [C,H,W]."""
+    module = module.to(dtype)
+    unit = torch.from_numpy(values.astype(np.float64)).to(dtype) / TOP[values.dtype.name]
+    image = ((unit.permute(2, 0, 1) - 0.4) / 0.25)[None].requires_grad_()
+    (gradient,) = torch.autograd.grad(module(image)[0, CLASS], image)
+    module.float()
+    return (image * gradient)[0].detach().numpy()
+
+
+@pytest.fixture(scope="module", params=CHANNELS)
+def parts(request, served, client, modules):
+    """An array, the server's map of each of its channels, and those of the plain model in float32 and float64."""
+    values = enlarged(noise(request.param, "uint16"), request.param, served)
+    options = whole_photo(request.param) | {"methods": [PARTS, "input_x_gradient"]}
+    result = client.explain(values, **options)
+    module, seen = modules[request.param], noise(request.param, "uint16")
+    return request.param, values, result, [gradient_of(module, seen, each) for each in (torch.float32, torch.float64)]
+
+
+def test_each_channel_has_a_map_as_exact_as_the_plain_models(parts):
+    _, _, result, (single, exact) = parts
+    *found, whole = result.explanations
+
+    assert [each.input_channel for each in found] == list(range(len(exact)))
+    assert whole.input_channel is None
+    assert {each.verdict for each in found} == {camserve.Verdict.OK}
+    assert len({each.overlay for each in found}) == len(found)
+    for each, *expected in zip(found, single, exact, strict=True):
+        assert error_ratio(each.heatmap, *expected) <= 1
+    added = sum(each.heatmap.astype(np.float64) for each in found)
+    assert error_ratio(added, single.sum(0), exact.sum(0)) <= 1
+    assert error_ratio(whole.heatmap, single.sum(0), exact.sum(0)) <= 1
+
+
+def test_map_of_a_channel_is_replayed_alone(parts, client):
+    name, values, result, _ = parts
+    channel = CHANNELS[name] - 1
+    receipt = camserve.Receipt.from_json(result.explanations[channel].receipt.to_json())
+    replay = client.replay(receipt, values)
+
+    assert receipt.input_channel == channel
+    assert replay.same
+    assert replay.explanation.input_channel == channel
+    other = camserve.Receipt.from_json(result.explanations[-1].receipt.to_json())
+    assert other.input_channel is None
+
+
+def test_maps_of_channels_are_the_same_over_every_protocol(parts, served, tmp_path):
+    name, values, result, _ = parts
+    expected = [each.heatmap.tobytes() for each in result.explanations[:-1]]
+    file = tmp_path / "photo.tif"
+    file.write_bytes(tiff(values) if name == "bands" else tiff(values[:, :, 0]))
+
+    body = {
+        "model": name, "image": base64.b64encode(file.read_bytes()).decode(), "rendering": {"heatmap": True},
+        "targets": [{"classIndex": CLASS}], "methods": [{"name": "input_x_gradient", "perChannel": True}],
+    }  # fmt: skip
+    reply = http_calls.post(served.http_port, http_calls.EXPLAIN, body).json
+    assert [base64.b64decode(each["heatmap"]["data"]) for each in reply["explanations"]] == expected
+    assert [each["inputChannel"] for each in reply["explanations"]] == list(range(len(expected)))
+
+    arguments = ["explain", str(file), "-o", str(tmp_path / "out"), "--server", served.address, "--model", name]
+    arguments += ["--method", "input_x_gradient:per_channel", "--bands", "0", "--target", str(CLASS), "--heatmaps"]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output
+    for index, data in enumerate(expected):
+        (saved,) = (tmp_path / "out").glob(f"photo.input_x_gradient-channel_{index}.*.npy")
+        assert np.load(saved).tobytes() == data
+
+    assert infer(served.address, file.read_bytes(), name, len(expected) - 1) == expected[-1]
+
+
+def infer(address, image, model, channel):
+    """Return the map of one channel over the Open Inference Protocol."""
+    request = inference_pb2.ModelInferRequest(model_name=model)
+    request.inputs.add(name="image", datatype="BYTES", shape=[1]).contents.bytes_contents.append(image)
+    request.parameters["method"].string_param = "input_x_gradient"
+    request.parameters["target"].int64_param = CLASS
+    request.parameters["input_channel"].int64_param = channel
+    request.outputs.add(name="heatmap")
+    with grpc.insecure_channel(address) as line:
+        decode = inference_pb2.ModelInferResponse.FromString
+        send = line.unary_unary("/inference.GRPCInferenceService/ModelInfer", type(request).SerializeToString, decode)
+        return send(request, timeout=60).raw_output_contents[0]
+
+
+def test_stream_estimate_and_description_know_maps_of_channels(client):
+    values = noise("bands", "uint8")
+    some = camserve.Method("integrated_gradients", {"steps": 4}, per_channel=[7, 0])
+    (streamed,) = client.explain_many([values], model="bands", methods=[some], targets=[CLASS, 1])
+    cost = client.estimate_cost(model="bands", methods=[some], targets=[CLASS, 1])
+
+    found = streamed.explanations
+    places = [(each.input_channel, each.target.class_index, each.completeness_error) for each in found]
+    assert places == [(channel, target, None) for channel in (7, 0) for target in (CLASS, 1)]
+    assert cost.explanations == len(found)
+    flags = {method.name: method.per_channel for method in client.methods()}
+    assert (flags["integrated_gradients"], flags["gradcam"], flags["fullgrad"]) == (True, False, False)
+
+
+def test_maps_of_channels_are_not_evaluated(client):
+    with pytest.raises(camserve.FailedPrecondition, match="all channels of a pixel") as caught:
+        client.evaluate(noise("bands", "uint8"), model="bands", methods=[PARTS])
+
+    assert list(caught.value.fields) == ["explain.methods[0].per_channel"]
+
+
 def test_every_one_of_16_bits_reaches_the_model(client):
     values = noise("bands", "uint16")
     nearly = values.copy()
@@ -155,10 +268,13 @@ def test_explainer_takes_twelve_channels(modules):
     values = noise("bands", "uint16")
     options = {"size": 64, "crop": "whole", "mean": [0.4] * 12, "std": [0.25] * 12}
     with Explainer(modules["bands"], **options) as explainer:
-        found = explainer.explain(values, targets=[CLASS], overlay=None).explanations[0].heatmap
+        result = explainer.explain(values, methods=["gradcam", PARTS], targets=[CLASS], overlay=None)
+    found, *parts = (each.heatmap for each in result.explanations)
 
     exact, single = (plain(modules["bands"], values, dtype)[1] for dtype in (torch.float64, torch.float32))
     assert error_ratio(found, single, exact) <= 1
+    exact, single = (gradient_of(modules["bands"], values, dtype) for dtype in (torch.float64, torch.float32))
+    assert error_ratio(parts, single, exact) <= 1
 
 
 def test_weights_of_rgb_are_adapted_as_by_timm(tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
@@ -29,6 +30,10 @@ CHROMIUM = shutil.which("chromium")
 AXE = ROOT / ".browser/node_modules/axe-core/axe.min.js"
 TIMEOUT = 100_000  # milliseconds until a step of a test has failed; less than pytest's own timeout
 NARROW = {"width": 320, "height": 700}
+TILES = """[...document.querySelectorAll(".channel canvas")].map((canvas) => {
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  return Array.from({ length: data.length / 4 }, (_, at) => [...data.slice(4 * at, 4 * at + 3)]);
+})"""
 SETTLED = "document.querySelectorAll('.cell').length === {} && !document.querySelector('.rows.stale')"
 PIXELS = "[...document.querySelectorAll('.cell canvas.map')].map((canvas) => canvas.toDataURL())"
 DROP = """([name, type, data]) => {
@@ -376,11 +381,237 @@ def test_chart_of_layers_shows_channels(page, client):
     point = page.locator(".chart-point[aria-label*='conv_head']").first
     point.focus()
     point.press("Enter")
-    page.get_by_role("img", name="the channels of conv_head").wait_for()
-    truth = client.features(PHOTOS["chelsea"], layer="conv_head", rank="gradient", picture="jpeg")
-    assert f"16 of {truth.channel_count} channels" in page.locator("#panel-layers h3").text_content()
-    source = page.get_by_role("img", name="the channels of conv_head").get_attribute("src")
-    assert base64.b64decode(source.partition(",")[2]) == truth.picture.data
+    page.locator(".channels").wait_for()
+    truth = client.features(PHOTOS["chelsea"], layer="conv_head", rank="gradient")
+    assert page.get_by_role("heading", name=f"conv_head: 16 of {truth.channel_count} channels, 7 × 7").is_visible()
+    assert shown_channels(page) == [channel.index for channel in truth.channels]
+    for tile, values in zip(page.evaluate(TILES), truth.maps, strict=True):
+        brightness = np.sum(tile, axis=1)  # of viridis, which becomes brighter
+        assert (np.diff(brightness[np.argsort(values.ravel(), kind="stable")]) >= 0).all()
+
+
+def shown_channels(page):
+    return [int(tile.get_attribute("data-channel")) for tile in page.locator(".channel").all()]
+
+
+def open_features(page, kind="GRADIENT", layer=""):
+    page.get_by_role("tab", name="Layers").click()
+    page.get_by_label("Kind", exact=True).select_option(kind)
+    if layer:
+        page.get_by_label("Layer", exact=True).fill(layer)
+        page.get_by_label("Layer", exact=True).press("Enter")
+
+
+def predictions_shown(page):
+    return list(
+        zip(*(page.locator(f".prediction {part}").all_text_contents() for part in (".name", ".value")), strict=True)
+    )
+
+
+def written(predictions):
+    return [(each.label, f"{100 * each.probability:.1f} %") for each in predictions]
+
+
+def test_channel_that_is_switched_off_changes_the_answer(page, client):
+    choose_photo(page)
+    before = client.explain(PHOTOS["chelsea"], overlay=None)
+    open_features(page, layer="conv_head")
+    page.get_by_role("heading", name="conv_head: 16 of").wait_for()
+    off = shown_channels(page)[:2]
+    for channel in off:
+        page.get_by_role("button", name=f"Channel {channel} of conv_head is off").click()
+    page.get_by_text(f"conv_head without channel {off[0]}, {off[1]}").wait_for()
+    interventions = [camserve.silence("conv_head", channels=off)]
+    truth = client.explain(PHOTOS["chelsea"], overlay=None, interventions=interventions)
+    wait_until(lambda: predictions_shown(page) == written(truth.predictions))
+    share = dict(written(before.predictions))
+    assert page.get_by_text(f"Without interventions: Egyptian cat, {share['Egyptian cat']}.").is_visible()
+    assert page.locator(".prediction small").all_text_contents() == [f"was {share[p.label]}" for p in truth.predictions]
+
+    page.get_by_role("tab", name="Save and share").click()
+    numbers = np.load(io.BytesIO(saved(page, "Numbers (.npy)")))
+    assert np.array_equal(numbers, truth.explanations[0].heatmap)
+    assert not np.array_equal(numbers, before.explanations[0].heatmap)
+    assert camserve.Receipt.from_json(saved(page, "Receipt (JSON)")).interventions == tuple(interventions)
+    code = page.get_by_label("As Python", exact=True).text_content()
+    assert f'interventions=[camserve.silence("conv_head", channels=[{off[0]}, {off[1]}])]' in code
+
+    wait_until(lambda: "silence" in page.evaluate(LINKED))
+    page.reload()  # the link has it, too
+    page.wait_for_selector("[data-status=ready]")
+    choose_photo(page)
+    assert predictions_shown(page) == written(truth.predictions)
+    page.get_by_role("button", name="Remove conv_head without").click()
+    wait_until(lambda: predictions_shown(page) == written(before.predictions))
+    assert page.locator(".prediction small").count() == 0
+
+
+def picture_of(page, noun):
+    image = page.get_by_role("img", name=f"The {noun} in the photo")
+    image.wait_for()
+    return base64.b64decode(image.get_attribute("src").partition(",")[2])
+
+
+def test_components_concepts_and_heads_are_those_of_the_client(page, client):
+    other, photo = PHOTOS["coffee"], PHOTOS["chelsea"]
+    choose_photo(page, "coffee")
+    choose_photo(page)
+    open_features(page, "PCA")
+    assert picture_of(page, "components") == client.features(photo, rank="pca", picture="jpeg").picture.data
+    page.get_by_label("Without background").check()
+    page.get_by_label("Same colours for all photos").check()
+    truth = client.features_many([photo, other], rank="pca", foreground=True, picture="jpeg")[0].picture.data
+    wait_until(lambda: picture_of(page, "components") == truth)
+
+    open_features(page, "FACTORS")
+    truth = client.features(photo, rank="factors", picture="jpeg")
+    assert picture_of(page, "concepts") == truth.picture.data
+    shares = page.get_by_role("list", name="Shares of the concepts").get_by_role("listitem").all_text_contents()
+    assert [text.split(", ")[1:] for text in shares] == [
+        [near.label for near in each.nearest] for each in truth.channels
+    ]
+
+    page.get_by_role("checkbox", name="vit", exact=True).check()
+    page.get_by_role("checkbox", name="efficientnet_lite0", exact=True).uncheck()
+    explained(page)
+    open_features(page, "HEADS")
+    assert picture_of(page, "heads") == client.features(photo, model="vit", rank="heads", picture="jpeg").picture.data
+
+
+CHANNELS = (
+    "grey=torchvision:resnet18?weights=none&size=64&channels=1",
+    "bands=timm:resnet10t?weights=none&size=64&channels=12",
+)
+DRAWN = """() => {
+  const image = document.querySelector("#photo .picture img");
+  const [width, height] = [image.naturalWidth, image.naturalHeight];
+  const context = Object.assign(document.createElement("canvas"), { width, height }).getContext("2d");
+  context.drawImage(image, 0, 0);
+  return image.complete ? [height, width, [...context.getImageData(0, 0, width, height).data]] : null;
+}"""
+
+
+def drawn(page):
+    """Return the picture of the photo [h, w, 3], as the browser shows it, or None before it is loaded."""
+    height, width, values = page.evaluate(DRAWN) or (0, 0, [])
+    return np.reshape(values, (height, width, 4))[..., :3].astype(int) if values else None
+
+
+def is_drawn_as(page, overlay):
+    shown, expected = drawn(page), np.asarray(Image.open(io.BytesIO(overlay)).convert("RGB")).astype(int)
+    return shown is not None and shown.shape == expected.shape and np.abs(shown - expected).max() < 8  # two decoders
+
+
+@pytest.fixture(scope="module")
+def deep():
+    """A server of models with other channels than RGB, and a client of it."""
+    with serving(models=CHANNELS, http_address="0") as served, camserve.Client(served.address) as client:
+        yield served, client
+
+
+@pytest.fixture
+def scene(tmp_path):
+    """Paths of twelve channels of 16 bits, as a TIFF and as an array."""
+    rng = np.random.default_rng(3)
+    values = (rng.random((40, 60, 12)) * [3000 + 100 * band for band in range(12)]).astype(np.uint16)
+    tifffile.imwrite(tmp_path / "scene.tif", values, photometric="minisblack", planarconfig="contig")
+    np.save(tmp_path / "scene.npy", values)
+    return tmp_path / "scene.tif", tmp_path / "scene.npy"
+
+
+def open_deep(opened, served, model):
+    page = opened(port=served.http_port, expected=("400",))
+    page.wait_for_selector("[data-status=ready]")
+    for name in sorted(("bands", "grey"), key=lambda name: name != model):
+        page.get_by_role("checkbox", name=name, exact=True).set_checked(name == model)
+    return page
+
+
+def shows(page, result):
+    """Return true if the page shows a result's probabilities and, as the photo, its overlay."""
+    shares = [share for _, share in predictions_shown(page)]
+    return shares == [share for _, share in written(result.predictions)] and is_drawn_as(
+        page, result.explanations[0].overlay
+    )
+
+
+def saved_numbers(page):
+    page.get_by_role("tab", name="Save and share").click()
+    return np.load(io.BytesIO(saved(page, "Numbers (.npy)")))
+
+
+PICTURE = {"overlay": "jpeg", "alpha": 0}
+
+
+def test_tiff_is_drawn_and_explained_as_by_the_client(opened, deep, scene):
+    served, client = deep
+    page = open_deep(opened, served, "bands")
+    page.set_input_files("#files", scene[0])
+    explained(page)
+    result = client.explain(scene[0], model="bands", **PICTURE)
+    wait_until(lambda: shows(page, result))
+
+    page.get_by_text("Values and bands").click()
+    page.get_by_label("Bands to show").fill("7, 2, 0")
+    page.get_by_label("Window to show").fill("1500 2000")
+    page.get_by_label("Values for the model").fill("0, 4095")
+    chosen = {"bands": (7, 2, 0), "window": (1500, 2000), "value_range": (0, 4095)}
+    result = client.explain(scene[0], model="bands", **PICTURE, **chosen)
+    wait_until(lambda: shows(page, result))
+    assert np.array_equal(saved_numbers(page), result.explanations[0].heatmap)
+    assert camserve.Receipt.from_json(saved(page, "Receipt (JSON)")).value_range == (0, 4095)
+    assert saved(page, "Picture (PNG)").startswith(b"\x89PNG")
+    code = page.get_by_label("As Python", exact=True).text_content()
+    assert all(part in code for part in ("value_range=(0, 4095)", "bands=(7, 2, 0,)", "window=(1500, 2000)"))
+    page.get_by_label("Bands to show").fill("12")
+    page.get_by_text("12 channels, 0 to 11").first.wait_for()
+
+
+def test_array_is_explained_and_a_wrong_number_of_channels_is_refused(opened, deep, scene):
+    served, client = deep
+    page = open_deep(opened, served, "grey")
+    page.set_input_files("#files", scene[1])
+    page.get_by_text("The image has 12 channels, and the model takes 1.").first.wait_for()
+    page.get_by_role("checkbox", name="bands", exact=True).check()
+    page.get_by_role("checkbox", name="grey", exact=True).uncheck()
+    explained(page)
+    result = client.explain(scene[1], model="bands", **PICTURE)
+    wait_until(lambda: shows(page, result))
+    assert np.array_equal(saved_numbers(page), result.explanations[0].heatmap)
+
+
+def test_map_of_each_channel_is_that_of_the_client(opened, deep, scene):
+    served, client = deep
+    page = open_deep(opened, served, "bands")
+    page.set_input_files("#files", scene[1])
+    add_method(page, "saliency", maps=2)
+    page.locator(".chip-card", has_text="saliency").get_by_text("Options and formula").click()
+    page.locator(".chip-card", has_text="saliency").get_by_label("A map of each channel of the photo").check()
+    explained(page, maps=13)
+    method = camserve.Method("saliency", per_channel=True)
+    maps = client.explain(scene[1], model="bands", methods=[method]).explanations
+    assert page.locator(".cell .name").all_text_contents() == ["gradcam"] + [
+        f"saliency, channel {c}" for c in range(12)
+    ]
+    page.get_by_role("tab", name="Save and share").click()
+    page.get_by_label("Map", exact=True).select_option(index=8)
+    assert np.array_equal(saved_numbers(page), maps[7].heatmap)
+    receipt = camserve.Receipt.from_json(saved(page, "Receipt (JSON)"))
+    assert (receipt.input_channel, client.replay(receipt, scene[1]).differences) == (7, ())
+    assert "per_channel=True" in page.get_by_label("As Python", exact=True).text_content()
+
+
+def test_grey_photo_of_16_bits_is_explained(opened, deep, tmp_path):
+    served, client = deep
+    scan = (np.linspace(0, 4095, 64 * 64).reshape(64, 64)).astype(np.uint16)
+    Image.fromarray(scan).save(tmp_path / "scan.png")
+    page = open_deep(opened, served, "grey")
+    drop(page, tmp_path / "scan.png")
+    explained(page)
+    result = client.explain(tmp_path / "scan.png", model="grey", **PICTURE)
+    wait_until(lambda: shows(page, result))
+    assert drawn(page).max() > 250  # from the smallest to the largest value: otherwise it is almost black
+    assert np.array_equal(saved_numbers(page), result.explanations[0].heatmap)
 
 
 def test_readings_equal_the_clients(page, client):
@@ -464,10 +695,18 @@ def test_accessibility_checker_finds_nothing(opened, scheme, viewport):
         if tab == "Layers":
             page.get_by_role("button", name="Measure all layers").click()
             page.locator(".chart-point").first.wait_for()
+            show_channels_and_switch_one_off(page)
         if tab == "Which to believe":
             page.get_by_role("button", name="Evaluate").click()
             page.get_by_role("table").wait_for()
         assert violations(page) == [], tab
+
+
+def show_channels_and_switch_one_off(page):
+    page.get_by_role("button", name="Show features").click()
+    page.locator(".channel").first.click()
+    page.get_by_text("Without interventions").wait_for()
+    explained(page, maps=2)
 
 
 def violations(page):
@@ -483,6 +722,8 @@ def test_narrow_page_never_scrolls_sideways(opened):
     page.get_by_text("Choose layers").click()
     for tab in ("Compare maps", "Layers", "Which to believe", "Save and share"):
         page.get_by_role("tab", name=tab).click()
+        if tab == "Layers":
+            show_channels_and_switch_one_off(page)
         assert page.evaluate("document.documentElement.scrollWidth") == NARROW["width"], tab
 
 
@@ -700,7 +941,7 @@ def test_boxes_and_masks_are_explained_by_a_click(opened, tmp_path):
     names.write_text("black\nred\ngreen")
     models = (f"finder=coloured:Finder?size=64&labels={names}", f"parts=coloured:Colours?size=64&labels={names}")
     with serving(models=models, http_address="0") as served:
-        page = opened(port=served.http_port)
+        page = opened(port=served.http_port, expected=("400",))  # for a moment, a box is asked of both models
         page.wait_for_selector("[data-status=ready]")
         page.set_input_files("#files", photo)
         explained(page)

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,6 +66,30 @@ def test_explanations_are_ordered_by_method_then_layer_then_target(resnet):
     assert [
         (explanation.call, explanation.layer, explanation.target) for explanation in outcome.explanations
     ] == expected
+
+
+def test_maps_of_channels_are_ordered_by_channel_then_target_and_not_fused(smooth):
+    parts, targets = replace(call("saliency"), input_channels=(2, 0)), THREE_OF_FIVE[1:]
+    averaged = replace(parts, augmented=True)
+    asked = job(smooth, [parts, "gradcam", averaged], targets, ["layer", "conv"], fusion="max")
+    found = explain(smooth, noise(0, 16), asked).explanations
+
+    places = [(each.call.name, each.layer, each.input_channel, each.fusion) for each in found]
+    channels = [("saliency", "", channel, None) for channel in (2, 0) for _ in targets]
+    assert places == [*channels, *[("gradcam", "layer + conv", None, "max")] * 2, *channels]
+    assert [each.target for each in found] == [*targets] * 5
+    assert len(found) == asked.explanations
+
+
+def test_mean_over_views_of_the_maps_of_channels_is_that_of_each_channel(smooth):
+    """The sum over channels and the mean over views can change places."""
+    whole = replace(call("input_x_gradient"), augmented=True)
+    calls = [whole, replace(whole, input_channels=(0, 1, 2))]
+    found, truth = (
+        [each.heatmap for each in explain(model, noise(0, 16), job(model, calls, [ClassTarget(1)])).explanations]
+        for model in (smooth, exact(smooth))
+    )
+    assert error_ratio(np.sum(found[1:], 0, np.float64), found[0], truth[0]) <= 1
 
 
 def test_explanations_computed_together_equal_each_computed_alone(smooth):

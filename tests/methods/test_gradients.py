@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,9 +25,10 @@ from torch.nn import functional
 from camserve_server import models
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.values import Row
+from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods.gradients import noisy
 from camserve_server.targets.values import ClassTarget, ContrastTarget, RankTarget
-from methods.tools import call, doubled, error_ratio, exact, explain, gap, inputs, job, noise, run
+from methods.tools import FACTOR, FLOOR, call, doubled, error_ratio, exact, explain, gap, inputs, job, noise, run
 from support import PHOTOS
 
 
@@ -127,6 +130,14 @@ def test_smoothgrads_copies_share_a_batch_with_other_requests_unchanged(smooth):
         assert mixed.target == alone.target
 
 
+def test_maps_of_channels_do_not_change_those_of_neighbours(smooth):
+    plain = [Row(noise(seed, 16), ClassTarget(3), (call("saliency"),)) for seed in range(3)]
+    parted = [plain[0], replace(plain[1], calls=(replace(call("saliency"), input_channels=(2, 0)),)), plain[2]]
+
+    for one, other in zip(*(run(smooth, rows, kind="saliency") for rows in (plain, parted)), strict=True):
+        assert one.maps[0][0].tobytes() == other.maps[0][0].tobytes()
+
+
 def test_same_seed_gives_the_same_map_and_another_seed_another(smooth):
     first, repeated, other_seed = (
         heatmap(smooth, noise(3, 16), call("smoothgrad", samples=2, seed=seed)) for seed in (4, 4, 5)
@@ -170,7 +181,7 @@ def planned(image, share, seed, samples):
 
 
 def tunnel(kind):
-    """Run captum's noise tunnel of a kind on the documented noise."""
+    """Run captum's noise tunnel of a kind on the documented noise; return the absolute values of each channel."""
 
     def attribute(module, image, method, patch):
         own = method.parameters
@@ -179,7 +190,7 @@ def tunnel(kind):
         result = NoiseTunnel(Saliency(module)).attribute(
             image, nt_type=kind, nt_samples=own["samples"], stdevs=1.0, target=3, abs=False
         )
-        return result[0].abs().amax(0)
+        return result[0].abs()
 
     return attribute
 
@@ -198,7 +209,7 @@ def baselines(image):
 def integrated(module, image, method, _patch):
     own = method.parameters
     start = baselines(image)[own["baseline"]]
-    return IntegratedGradients(module).attribute(image, start, target=3, n_steps=own["steps"])[0].sum(0)
+    return IntegratedGradients(module).attribute(image, start, target=3, n_steps=own["steps"])[0]
 
 
 def shap(module, image, method, patch):
@@ -219,19 +230,34 @@ def shap(module, image, method, patch):
     theirs = GradientShap(module).attribute(
         image, torch.cat(list(baselines(image).values())), n_samples=own["samples"], stdevs=1.0, target=3
     )
-    return theirs[0].sum(0)
+    return theirs[0]
 
 
 CAPTUM = {
-    "input_x_gradient": lambda module, image, _m, _p: InputXGradient(module).attribute(image, target=3)[0].sum(0),
+    "saliency": lambda module, image, _m, _p: Saliency(module).attribute(image, target=3, abs=True)[0],
+    "input_x_gradient": lambda module, image, _m, _p: InputXGradient(module).attribute(image, target=3)[0],
     "smoothgrad": tunnel("smoothgrad"),
     "squaregrad": tunnel("smoothgrad_sq"),
     "vargrad": tunnel("vargrad"),
     "integrated_gradients": integrated,
     "gradient_shap": shap,
 }
+SENSITIVITIES = ("saliency", "smoothgrad", "squaregrad", "vargrad")
+"""Methods that take the largest value of a pixel's channels; others add them up."""
+
+
+def attributions(method, patch, module, image):
+    """Return captum's map of each channel."""
+    return CAPTUM[method.name](module, image, method, patch)
+
+
+def fold(name, by_channel):
+    """Return the map of all channels that a method makes of the maps of each channel."""
+    return by_channel.amax(0) if name in SENSITIVITIES else by_channel.sum(0)
+
 
 CALLS = [
+    call("saliency"),
     call("input_x_gradient"),
     call("smoothgrad", samples=6, noise=0.15, seed=11),
     call("squaregrad", samples=6, noise=0.15, seed=11),
@@ -246,16 +272,76 @@ CALLS = [
 
 @pytest.mark.parametrize("method", CALLS, ids=str)
 def test_map_equals_captums_on_the_same_draws(curved, method, monkeypatch):
-    theirs = both(lambda *given: CAPTUM[method.name](*given, method, monkeypatch), curved, noise(6, 24))
-    assert error_ratio(heatmap(curved, noise(6, 24), method), *theirs) <= 1
+    theirs = both(partial(attributions, method, monkeypatch), curved, noise(6, 24))
+    expected = [fold(method.name, each) for each in theirs]
+    assert error_ratio(heatmap(curved, noise(6, 24), method), *expected) <= 1
 
 
 @pytest.fixture
 def curved(plant):
     """A deeper model without kinks, for images of 24 pixels."""
+    return curved_for(plant, 3)
+
+
+def curved_for(plant, channels):
+    """Return such a model for images with this number of channels."""
     torch.manual_seed(1)
-    layers = [nn.Conv2d(3, 8, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Conv2d(8, 12, 3), nn.Tanh(), nn.Flatten()]
-    return plant(lambda: nn.Sequential(*layers, nn.Linear(12 * 9 * 9, 5)), size=24)
+    layers = [nn.Conv2d(channels, 8, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Conv2d(8, 12, 3), nn.Tanh(), nn.Flatten()]
+    preprocess = models.Preprocess((24, 24), 24, "bilinear", (0.45,) * channels, (0.25,) * channels)
+    return plant(lambda: models.Source(nn.Sequential(*layers, nn.Linear(12 * 9 * 9, 5)), preprocess), size=24)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 12])
+def test_maps_of_channels_equal_captums_and_make_up_the_map_of_all(plant, channels, monkeypatch):
+    model = curved_for(plant, channels)
+    image = np.random.default_rng(6).integers(0, 256, (24, 24, channels), np.uint8)
+    for method in CALLS:
+        oracle = partial(attributions, method, monkeypatch)
+        theirs = list(both(oracle, model, image))
+        ours = maps_by_channel(model, image, method)
+        for channel in range(channels):
+            assert error_ratio(ours[channel], *(each[channel] for each in theirs)) <= 1
+
+        plain, truth = (fold(method.name, each) for each in theirs)
+        whole = heatmap(model, image, method)
+        assert gap(whole, fold(method.name, torch.from_numpy(ours))) <= FACTOR * gap(plain, truth) + FLOOR
+
+
+def maps_by_channel(model, image, method, channels=None):
+    """Return the maps of all channels or of some, stacked, and check how they are labelled."""
+    channels = tuple(channels or range(image.shape[2]))
+    asked = job(model, [replace(method, input_channels=channels)], [ClassTarget(3)])
+    found = explain(model, image, asked).explanations
+    assert [each.input_channel for each in found] == list(channels)
+    assert len(found) == asked.explanations
+    return np.stack([each.heatmap for each in found])
+
+
+def test_some_channels_have_the_same_bytes_as_among_all(plant):
+    model = curved_for(plant, 12)
+    image = np.random.default_rng(6).integers(0, 256, (24, 24, 12), np.uint8)
+    for method in (call("saliency"), call("integrated_gradients", steps=3)):
+        some = maps_by_channel(model, image, method, (7, 2))
+        assert some.tobytes() == maps_by_channel(model, image, method)[[7, 2]].tobytes()
+
+
+def test_channel_that_the_model_ignores_has_a_flat_map(curved):
+    curved.module[0].weight[:, 2] = 0
+    names = ("saliency", "smoothgrad", "integrated_gradients", "gradient_shap")
+    calls = [replace(call(name), input_channels=(0, 2)) for name in names]
+
+    found = explain(curved, noise(6, 24), job(curved, calls, [ClassTarget(3)])).explanations
+    verdicts = {(each.call.name, each.input_channel): each.verdict for each in found}
+    assert {verdicts[name, 2] for name in names} == {Verdict.FLAT}
+    assert {verdicts[name, 0] for name in names} == {Verdict.OK}
+
+
+def test_matched_maps_of_channels_add_up_to_the_matched_map(curved):
+    """Each channel alone would be corrected to the whole difference of the scores."""
+    method = call("integrated_gradients", steps=6, baseline="mean")
+    whole, truth = (heatmap(each, noise(6, 24), method) for each in (curved, exact(curved)))
+    added = maps_by_channel(curved, noise(6, 24), method).astype(np.float64).sum(0)
+    assert error_ratio(added, whole, truth) <= 1
 
 
 @pytest.mark.parametrize("baseline", ["zero", "mean", "blur"])
@@ -368,13 +454,13 @@ def test_input_x_gradient_adds_up_to_the_score_of_a_network_of_relus_without_bia
 
 def test_vargrad_is_squaregrad_less_the_square_of_smoothgrad(curved):
     chance = {"samples": 5, "noise": 0.2, "seed": 4}
-    folds = {
+    means = {
         "vargrad": lambda each: each.var(0, correction=0).amax(0),
         "squaregrad": lambda each: each.square().mean(0).amax(0),
     }
-    for name, fold in folds.items():
+    for name, mean in means.items():
         expected = both(
-            lambda module, image, fold=fold: fold(gradients_at(module, image, planned(image, 0.2, 4, 5))),
+            lambda module, image, mean=mean: mean(gradients_at(module, image, planned(image, 0.2, 4, 5))),
             curved,
             noise(8, 24),
         )

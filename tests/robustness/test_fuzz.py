@@ -173,7 +173,7 @@ def draw_message(draw, kind):
     """Draw a message with random values in some of its fields."""
     message = message_factory.GetMessageClass(kind)()
     for field in kind.fields:
-        if draw(st.integers(0, 2)):  # with half of the fields, hardly any request would be valid
+        if draw(st.integers(0, 3)):  # with half of the fields, hardly any request would be valid
             continue
         into = getattr(message, field.name)
         if fields.is_map(field):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import operator
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, SupportsIndex, TypeVar, cast
 
 from camserve._errors import InvalidArgument
 
@@ -11,6 +13,8 @@ if TYPE_CHECKING:
 
 K = TypeVar("K")
 V = TypeVar("V")
+
+MAX_CHANNEL = 2**32 - 1  # uint32
 
 
 def look_up(choices: Mapping[K, V], name: K, field: str) -> V:
@@ -37,3 +41,18 @@ def check_range(field: str, value: float | None, low: float, high: float) -> Non
 def invalid(field: str, reason: str) -> InvalidArgument:
     """Return an error that names the field at fault."""
     return InvalidArgument(f"{field}: {reason}", fields={field: reason})
+
+
+def indices(channels: object, name: str) -> tuple[int, ...]:
+    """Return an option that lists channels as integers.
+
+    Raises:
+        InvalidArgument: It is not a list of indices; the message names the option.
+    """
+    if isinstance(channels, Iterable):
+        listed = list(cast("Iterable[object]", channels))
+        whole = [each for each in listed if isinstance(each, SupportsIndex) and not isinstance(each, bool)]
+        found = tuple(map(operator.index, whole))
+        if len(found) == len(listed) and all(0 <= index <= MAX_CHANNEL for index in found):
+            return found
+    raise invalid(name, f"they must be a list of indices from 0, such as [12, 40], not {channels!r}")

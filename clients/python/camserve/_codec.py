@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from camserve import _interventions, _local, _picture, _regions, _rendering, _targets
-from camserve._checks import check_range, invalid, look_up
+from camserve._checks import check_range, indices, invalid, look_up
 from camserve._errors import CamserveError, ErrorDetails, Internal, InvalidArgument, join_faults, make, status_code
 from camserve._picture import Box, Photo, Picture
 from camserve._receipts import Receipt, target_json
@@ -337,11 +337,14 @@ def _encode_method(value: MethodLike) -> explain_pb2.Method:
         return explain_pb2.Method(name=value)
     method = value if isinstance(value, Method) else Method(*value)
     parameters = {name: parameter(name, number_or_text) for name, number_or_text in method.parameters.items()}
+    channels = () if isinstance(method.per_channel, bool) else indices(method.per_channel, "methods.per_channel")
     return explain_pb2.Method(
         name=method.name,
         parameters=parameters,
         augmentation_smoothing=method.augmentation_smoothing,
         eigen_smoothing=method.eigen_smoothing,
+        per_channel=method.per_channel is True or bool(channels),
+        input_channels=channels,
     )
 
 
@@ -464,6 +467,7 @@ def _decode_receipt(
         parameters={name: value(parameter) for name, parameter in message.parameters.items()},
         augmentation_smoothing=message.augmentation_smoothing,
         eigen_smoothing=message.eigen_smoothing,
+        input_channel=message.input_channel if message.HasField("input_channel") else None,
         layers=tuple(message.layer.split(_LAYER_SEPARATOR)) if message.layer else (),
         fusion=_FUSION_NAMES.get(message.fusion),
         target=target_json(_restore_image(message.resolved_target, requested)),
@@ -504,6 +508,7 @@ def _decode_explanation(message: explain_pb2.Explanation, photo: Photo, receipt:
         receipt_or_none=receipt,
         scale=_decode_scale(message.scale),
         regions=_regions.decode(message.regions, photo),
+        input_channel=message.input_channel if message.HasField("input_channel") else None,
     )
 
 
@@ -588,6 +593,7 @@ def method(message: models_pb2.MethodInfo) -> MethodInfo:
         eigen_smoothing=message.eigen_smoothing,
         needs=message.needs,
         formula=message.formula,
+        per_channel=message.per_channel,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, cast
@@ -10,10 +9,8 @@ from typing import Any, SupportsIndex, cast
 import numpy as np
 from google.protobuf import json_format
 
-from camserve._checks import invalid
+from camserve._checks import indices, invalid
 from camserve.v1 import explain_pb2
-
-_MAX_CHANNEL = 2**32 - 1  # uint32
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -66,7 +63,7 @@ def silence(layer: str, channels: Iterable[SupportsIndex] = (), *, input: bool =
         InvalidArgument: The channels are no list of indices. ``explain`` raises it for a channel that the
             layer does not have, and ``NotFound`` for an unknown layer.
     """
-    return Intervention("silence", layer, _indices(channels), input)
+    return Intervention("silence", layer, indices(channels, "channels"), input)
 
 
 def scale(layer: str, factor: float, channels: Iterable[SupportsIndex] = (), *, input: bool = False) -> Intervention:  # noqa: A002 -- as above
@@ -81,7 +78,7 @@ def scale(layer: str, factor: float, channels: Iterable[SupportsIndex] = (), *, 
         channels: The channels, as for ``silence``.
         input: As for ``silence``.
     """
-    return Intervention("scale", layer, _indices(channels), input, factor=factor)
+    return Intervention("scale", layer, indices(channels, "channels"), input, factor=factor)
 
 
 def clamp(
@@ -104,7 +101,7 @@ def clamp(
         channels: The channels, as for ``silence``.
         input: As for ``silence``.
     """
-    return Intervention("clamp", layer, _indices(channels), input, minimum=minimum, maximum=maximum)
+    return Intervention("clamp", layer, indices(channels, "channels"), input, minimum=minimum, maximum=maximum)
 
 
 def replace_mean(layer: str, channels: Iterable[SupportsIndex] = (), *, input: bool = False) -> Intervention:  # noqa: A002 -- as above
@@ -121,7 +118,7 @@ def replace_mean(layer: str, channels: Iterable[SupportsIndex] = (), *, input: b
         channels: The channels, as for ``silence``.
         input: As for ``silence``.
     """
-    return Intervention("replace_mean", layer, _indices(channels), input)
+    return Intervention("replace_mean", layer, indices(channels, "channels"), input)
 
 
 def clip_gradient(layer: str, limit: float, channels: Iterable[SupportsIndex] = ()) -> Intervention:
@@ -138,22 +135,7 @@ def clip_gradient(layer: str, limit: float, channels: Iterable[SupportsIndex] = 
         limit: The largest absolute value, above 0.
         channels: The channels, as for ``silence``.
     """
-    return Intervention("clip_gradient", layer, _indices(channels), limit=limit)
-
-
-def _indices(channels: object) -> tuple[int, ...]:
-    """Return channels as integers.
-
-    Raises:
-        InvalidArgument: They are not a list of indices.
-    """
-    if isinstance(channels, Iterable):
-        listed = list(cast("Iterable[object]", channels))
-        whole = [each for each in listed if isinstance(each, SupportsIndex) and not isinstance(each, bool)]
-        indices = [operator.index(each) for each in whole]
-        if len(indices) == len(listed) and all(0 <= index <= _MAX_CHANNEL for index in indices):
-            return tuple(indices)
-    raise invalid("channels", f"they must be a list of indices from 0, such as [12, 40], not {channels!r}")
+    return Intervention("clip_gradient", layer, indices(channels, "channels"), limit=limit)
 
 
 def encode(interventions: object) -> list[explain_pb2.Intervention]:

@@ -14,6 +14,7 @@ import numpy as np
 from google.protobuf import json_format
 
 from camserve import _interventions, _local
+from camserve._checks import MAX_CHANNEL
 from camserve._errors import InvalidArgument
 from camserve._result import Verdict
 from camserve.v1 import explain_pb2
@@ -29,7 +30,7 @@ FORMAT = "camserve receipt 1"
 
 FUSIONS = ("mean", "max", "product", "sum")
 
-_OPTIONAL: Mapping[str, Any] = {"texts": (), "value_range": None, "interventions": ()}
+_OPTIONAL: Mapping[str, Any] = {"texts": (), "value_range": None, "interventions": (), "input_channel": None}
 """Fields that a receipt lacks where they are empty, with that value."""
 
 _FORMAT_NAME = FORMAT.rpartition(" ")[0]
@@ -64,6 +65,7 @@ class Receipt:
         texts: The texts that were the model's classes, if it compares images with texts.
         value_range: The values of the photo that were taken as 0 and 1; None for those of their type.
         interventions: The changes to what layers returned.
+        input_channel: Channel of the model's input that the map is of; None for a map of all channels.
     """
 
     model: str
@@ -88,6 +90,7 @@ class Receipt:
     texts: tuple[str, ...] = field(default=(), repr=False)
     value_range: tuple[float, float] | None = None
     interventions: tuple[Intervention, ...] = ()
+    input_channel: int | None = None
 
     @property
     def heatmap_sha256(self) -> str | None:
@@ -102,7 +105,7 @@ class Receipt:
         content["heatmap"] = None if self.heatmap is None else _json_map(self.heatmap)
         content["interventions"] = [_interventions.to_json(each) for each in self.interventions]
         for name in _OPTIONAL:  # a receipt without them is as older clients write it
-            if not content[name]:
+            if content[name] in (None, (), []):  # 0 is a channel
                 del content[name]
         return json.dumps({"format": FORMAT, **content}, indent=2, ensure_ascii=False, allow_nan=False)
 
@@ -274,6 +277,12 @@ def _read_range(value: Any) -> tuple[float, float]:
     return low, high
 
 
+def _read_channel(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_CHANNEL:
+        raise TypeError
+    return value
+
+
 _STRING: tuple[str, Callable[[Any], Any]] = ("a string", _instance_of(str))
 _READERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "versions": ("an object of strings", _mapping_of(_instance_of(str))),
@@ -284,6 +293,7 @@ _READERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "texts": ("a list of texts", _read_strings),
     "value_range": ("two numbers", _read_range),
     "interventions": ("a list of interventions", _read_interventions),
+    "input_channel": ("the index of a channel", _read_channel),
     "fusion": (f"null, {', '.join(FUSIONS)}", _read_fusion),
     "target": ("a target", _read_target),
     "score": ("a number", _read_number),

@@ -90,10 +90,11 @@ def request(receipt: Receipt) -> explain_pb2.ExplainRequest:
     Raises:
         InvalidArgument: A value of the receipt is not valid in a request.
     """
-    smoothing = receipt.augmentation_smoothing, receipt.eigen_smoothing
+    options = receipt.augmentation_smoothing, receipt.eigen_smoothing
+    per_channel = False if receipt.input_channel is None else (receipt.input_channel,)
     request = _codec.ExplainRequestBuilder(
         model=receipt.model,
-        methods=Method(receipt.method, receipt.parameters, *smoothing),
+        methods=Method(receipt.method, receipt.parameters, *options, per_channel),
         layers=receipt.layers,
         fusion=receipt.fusion,
         texts=receipt.texts,

@@ -133,6 +133,8 @@ class Explanation:
         scale: Raw value with the strongest colour, for the option ``scale`` of another request.
             0 if no value is shown, or if no picture, intensity or region was requested.
         regions: The regions of the map, if requested, the one with the largest sum first.
+        input_channel: Channel of the model's input that the map is of, if ``Method.per_channel`` was
+            set; None for a map of all channels.
     """
 
     method: str
@@ -156,6 +158,7 @@ class Explanation:
     receipt_or_none: Receipt | None = field(default=None, repr=False)
     scale: float = 0.0
     regions: tuple[Region, ...] = field(default=(), repr=False)
+    input_channel: int | None = None
 
     @property
     def title(self) -> str:
@@ -165,9 +168,13 @@ class Explanation:
 
     @property
     def how(self) -> str:
-        """Name of the method, and of the smoothing that was used."""
-        smoothing = {"augmentation smoothing": self.augmentation_smoothing, "eigen smoothing": self.eigen_smoothing}
-        return ", ".join((self.method, *(name for name, used in smoothing.items() if used)))
+        """Name of the method, the smoothing that was used, and the channel of the input, if the map is of one."""
+        options = {
+            "augmentation smoothing": self.augmentation_smoothing,
+            "eigen smoothing": self.eigen_smoothing,
+            f"channel {self.input_channel}": self.input_channel is not None,
+        }
+        return ", ".join((self.method, *(name for name, used in options.items() if used)))
 
     @property
     def receipt(self) -> Receipt:
@@ -294,7 +301,7 @@ class Result:
             in the image, largest first and the background last. For a detector, the objects, highest
             score first. Empty for a model that returns embeddings.
         explanations: One for each method, layer and target: all targets of the first layer of the
-            first method first.
+            first method first. A method with ``per_channel`` has channels of the input instead of layers.
         model: Name of the model.
         request_id: Id of the request in the server's log.
         photo: Geometry of the photo, and of the part that the model saw.

@@ -169,6 +169,7 @@ def method_page(method: MethodInfo) -> str:
         "paper": method.paper,
         "cost": f"{method.rows:,} row{'' if method.rows == 1 else 's'} for each target",
         "smoothing": "augmentation, eigen" if method.eigen_smoothing else "augmentation",
+        "channels": "one map for each, with per_channel" if method.per_channel else "",
         "needs": method.needs,
     }
     lines = [f"{name:<10} {value}" for name, value in properties.items() if value]

@@ -105,8 +105,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             asset = self.server.assets[path]
             unchanged = self.headers.get("If-None-Match") == asset.etag
-            headers = {"content-type": asset.content_type, **asset.headers}
-            self._send(304 if unchanged else 200, headers, b"" if unchanged else asset.body)
+            body, headers = asset.encoded(self.headers.get("Accept-Encoding", ""))
+            self._send(304 if unchanged else 200, headers, b"" if unchanged else body)
 
     def do_POST(self) -> None:
         """Forward a call."""

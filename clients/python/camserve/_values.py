@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,16 @@ class Method:
             and its mirror image, each at 0.9, 1 and 1.1 times its contrast.
         eigen_smoothing: True to use the first principal component of the weighted feature maps
             instead of their sum. ``MethodInfo.eigen_smoothing`` is true for methods that allow it.
+        per_channel: True to get a map of each channel of the model's input, as explanations of their
+            own, or the indices of some channels. ``MethodInfo.per_channel`` is true for methods that
+            allow it: those of the gradient at the input.
     """
 
     name: str
     parameters: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
     augmentation_smoothing: bool = False
     eigen_smoothing: bool = False
+    per_channel: bool | Sequence[int] = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,6 +212,7 @@ class MethodInfo:
         eigen_smoothing: True if ``Method.eigen_smoothing`` can be used.
         needs: Requirements on the model, in words; empty if it works with any model.
         formula: The formula in words and symbols.
+        per_channel: True if ``Method.per_channel`` can be used.
     """
 
     name: str
@@ -220,3 +225,4 @@ class MethodInfo:
     eigen_smoothing: bool
     needs: str
     formula: str
+    per_channel: bool = False

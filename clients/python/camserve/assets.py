@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -32,26 +33,37 @@ class Asset:
     Attributes:
         body: Its contents.
         content_type: Its media type.
-        etag: Its entity tag, for conditional requests.
+        etag: Its entity tag, for conditional requests; a weak one, because it is that of both encodings.
+        compressed: Its contents compressed by gzip, or nothing if that does not make them smaller.
         link: Its header ``Link``: the modules that a browser should load at once, before it has read their imports.
     """
 
     body: bytes
     content_type: str
     etag: str
+    compressed: bytes = b""
     link: str = ""
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that describe it, besides its type."""
+        """The headers that describe it, besides its encoding."""
         # A browser asks whether a file has changed, by its entity tag.
-        headers = {"etag": self.etag, "cache-control": "no-cache"}
+        headers = {"content-type": self.content_type, "etag": self.etag, "cache-control": "no-cache"}
+        headers |= {"vary": "accept-encoding"} if self.compressed else {}
         return {**headers, "link": self.link} if self.link else headers
 
     @classmethod
     def of(cls, body: bytes, content_type: str) -> Asset:
         """Return a file with an entity tag of its contents."""
-        return cls(body, content_type, f'"{hashlib.sha256(body).hexdigest()[:16]}"')
+        compressed = gzip.compress(body, mtime=0)
+        etag = f'W/"{hashlib.sha256(body).hexdigest()[:16]}"'
+        return cls(body, content_type, etag, compressed if len(compressed) < len(body) else b"")
+
+    def encoded(self, accepted: str) -> tuple[bytes, dict[str, str]]:
+        """Return the body and all headers of a response to a request whose ``Accept-Encoding`` is this."""
+        if self.compressed and "gzip" in accepted:
+            return self.compressed, {**self.headers, "content-encoding": "gzip"}
+        return self.body, self.headers
 
 
 def load() -> dict[str, Asset]:

@@ -10,6 +10,7 @@ import functools
 import sys
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, cast
 
@@ -45,8 +46,8 @@ T = TypeVar("T")
 FAILED, INTERRUPTED = 1, 130
 """Exit codes of a command that failed, and of one that was interrupted with Ctrl-C."""
 
-# In the order of Method's fields.
-_SMOOTHING_OPTIONS = ("augmentation_smoothing", "eigen_smoothing")
+_METHOD_FLAGS = ("augmentation_smoothing", "eigen_smoothing", "per_channel")
+"""Options of a method that need no value, in the order of Method's fields."""
 
 _SUFFIXES = {"jpeg": ".jpg", "png": ".png", "webp": ".webp"}
 
@@ -164,12 +165,22 @@ def main() -> None:
 def _parse_method(text: str) -> camserve.Method:
     name, _, rest = text.partition(":")
     items = [item.strip() for item in rest.split(",") if item.strip()]
-    pairs = [item.partition("=") for item in items if item not in _SMOOTHING_OPTIONS]
+    pairs = [item.partition("=") for item in items if item not in _METHOD_FLAGS]
     for key, equals, _value in pairs:
         if not equals:
-            raise click.BadParameter(f"{key!r} is neither KEY=VALUE nor one of {', '.join(_SMOOTHING_OPTIONS)}")
-    parameters = {key.strip(): _parse_number_or_text(value.strip()) for key, _, value in pairs}
-    return camserve.Method(name, parameters, *(option in items for option in _SMOOTHING_OPTIONS))
+            raise click.BadParameter(f"{key!r} is neither KEY=VALUE nor one of {', '.join(_METHOD_FLAGS)}")
+    values = {key.strip(): value.strip() for key, _, value in pairs}
+    channels = _parse_channels(values.pop("per_channel", ""))
+    parameters = {key: _parse_number_or_text(value) for key, value in values.items()}
+    method = camserve.Method(name, parameters, *(option in items for option in _METHOD_FLAGS))
+    return replace(method, per_channel=channels) if channels else method
+
+
+def _parse_channels(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split("+"))) if text else ()
+    except ValueError as error:
+        raise click.BadParameter(f"per_channel is a channel or several, such as 3+7, not {text!r}") from error
 
 
 def _parse_target(text: str) -> camserve.TargetLike:
@@ -417,8 +428,9 @@ _target_option = click.option(
     show_default=True,
     type=_parse_method,
     metavar="NAME[:KEY=VALUE,...]",
-    help="Method, such as smoothgrad:samples=32. Smoothing options need no value: gradcam:eigen_smoothing, "
-    "gradcam:augmentation_smoothing. Repeatable.",
+    help="Method, such as smoothgrad:samples=32. These need no value: gradcam:eigen_smoothing, "
+    "gradcam:augmentation_smoothing, and saliency:per_channel for a map of each channel of the input, or "
+    "saliency:per_channel=3+7 for some. Repeatable.",
 )
 @click.option(
     "--target",

@@ -8,7 +8,7 @@ from camserve_server.jobs.verdict import judge
 
 
 def make_result(run: ExplanationRun, maps_by_method: Sequence[Sequence[LayerMaps]]) -> JobResult:
-    """Judge every map, and return the explanations: method by method, then layer by layer, then target by target."""
+    """Judge every map, and return the explanations: method by method, then by layer or channel, then by target."""
     explanations = [
         Explanation(
             call,
@@ -19,6 +19,7 @@ def make_result(run: ExplanationRun, maps_by_method: Sequence[Sequence[LayerMaps
             judge(raw_map.heatmap, zero_gradient=raw_map.zero_gradient),
             raw_map.error,
             layer_maps.fusion,
+            input_channel=layer_maps.input_channel,
         )
         for call, maps_by_layer in zip(run.job.calls, maps_by_method, strict=True)
         for layer_maps in maps_by_layer

@@ -32,7 +32,7 @@ from camserve_server.methods import (
     Scene,
     Windows,
 )
-from camserve_server.methods.kinds import Array, itself, single_copy
+from camserve_server.methods.kinds import Array, Count, itself, single_copy
 from camserve_server.methods.values import Edit, MethodCall
 from camserve_server.models.values import PYRAMID, Pass
 from camserve_server.targets import seen_in, similarity_of_best, weight_probability
@@ -65,7 +65,7 @@ async def maps_of_method(run: ExplanationRun, call: MethodCall) -> list[LayerMap
     """Compute the maps of one method, after the unchanged image has run."""
     maps_by_layer = await (_run_augmented(run, call) if call.augmented else run_method(METHODS[call.name], run, call))
     fusion = run.job.fusion
-    if fusion is None or len(maps_by_layer) == 1:
+    if fusion is None or len(maps_by_layer) == 1 or call.input_channels:
         return maps_by_layer
     return [await run.row_runner.execute(fuse_layers, maps_by_layer, fusion, PYRAMID if run.job.pyramid else "")]
 
@@ -186,26 +186,62 @@ async def _run_saliency(method: Saliency, run: ExplanationRun, call: MethodCall)
             mean.add(answer.maps[0][0], answer.score, zero_gradient=answer.zero_gradient[0])
     else:
         (means,) = await _run_copies(method, run, call, run.pass_(method.pass_kind))
-    return [LayerMaps("", await run.row_runner.execute(_finish_saliencies, method, run, call, means))]
+    finish = _finish_channels if call.input_channels else _finish_saliencies
+    return await run.row_runner.execute(finish, method, run, call, means)
 
 
 def _finish_saliencies(
     method: Saliency, run: ExplanationRun, call: MethodCall, means: Sequence[_MeanTerm]
-) -> list[RawMap]:
+) -> list[LayerMaps]:
     image = run.input
-    return [
+    raw_maps = [
         _finish_saliency(method, call, mean, image, answer.score)
         for mean, answer in zip(means, run.answers, strict=True)
     ]
+    return [LayerMaps("", raw_maps)]
+
+
+def _finish_channels(
+    method: Saliency, run: ExplanationRun, call: MethodCall, means: Sequence[_MeanTerm]
+) -> list[LayerMaps]:
+    image = run.input
+    by_target = [
+        _finish_each(method, call, mean, image, answer.score) for mean, answer in zip(means, run.answers, strict=True)
+    ]
+    return [
+        LayerMaps("", maps, input_channel=channel)
+        for channel, *maps in zip(call.input_channels, *by_target, strict=True)
+    ]
+
+
+def _finish_each(
+    method: Saliency, call: MethodCall, mean: _MeanTerm, image: torch.Tensor, score: float
+) -> list[RawMap]:
+    """Make a map of each channel that a call names; none of them promises a sum."""
+    channels, value, options = call.input_channels, mean.value, dict(call.parameters)
+    if method.baseline is not None:
+        options["gained"] = _gained(method.baseline, call, mean, score)
+    if method.split is not None:
+        by_channel = method.split(value, image, **options)
+        heatmaps = [by_channel[channel] for channel in channels]
+    else:
+        parts = [slice(channel, channel + 1) for channel in channels]
+        heatmaps = [method.finish(value[..., part, :, :], image[part], **options) for part in parts]
+    return [RawMap(to_map(heatmap), zero_gradient=mean.zero_gradient) for heatmap in heatmaps]
 
 
 def _finish_saliency(method: Saliency, call: MethodCall, mean: _MeanTerm, image: torch.Tensor, score: float) -> RawMap:
     if method.baseline is None:
         return RawMap(to_map(method.finish(mean.value, image, **call.parameters)), zero_gradient=mean.zero_gradient)
-    promised = score - mean.scores[method.baseline(**call.parameters)]
+    promised = _gained(method.baseline, call, mean, score)
     heatmap = to_map(method.finish(mean.value, image, gained=promised, **call.parameters))
     error = abs(float(heatmap.sum(dtype=np.float64)) - promised) / abs(promised) if promised else 0.0
     return RawMap(heatmap, mean.zero_gradient, error)
+
+
+def _gained(baseline: Count, call: MethodCall, mean: _MeanTerm, score: float) -> float:
+    """Return the score of the image minus that of the baseline among the copies."""
+    return score - mean.scores[baseline(**call.parameters)]
 
 
 @run_method.register

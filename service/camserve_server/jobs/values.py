@@ -89,8 +89,12 @@ class Job:
     @cached_property
     def explanations(self) -> int:
         """The number of maps that the job returns."""
-        layered = sum(METHODS[call.name].layered for call in self.calls)
-        return len(self.targets) * (layered * (1 if self.fusion else len(self.layers)) + len(self.calls) - layered)
+        return len(self.targets) * sum(map(self._maps_per_target, self.calls))
+
+    def _maps_per_target(self, call: MethodCall) -> int:
+        if not METHODS[call.name].layered:
+            return len(call.input_channels) or 1
+        return 1 if self.fusion else len(self.layers)
 
     @cached_property
     def rows(self) -> int:
@@ -134,6 +138,7 @@ class Explanation:
         intensity: the values that are coloured, float32 [height,width] of the model's input, likewise.
         scale: raw value with the strongest colour, once drawn; 0 if no value is shown.
         regions: the regions of the map, likewise.
+        input_channel: the channel of the model's input that the map is of; None for a map of all channels.
     """
 
     call: MethodCall
@@ -149,6 +154,7 @@ class Explanation:
     intensity: Map | None = None
     scale: float = 0.0
     regions: tuple[Region, ...] = ()
+    input_channel: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +191,16 @@ class RawMap:
 
 @dataclass(frozen=True, slots=True)
 class LayerMaps:
-    """The maps of one method on one layer.
+    """The maps of one method on one layer, or of one channel of the model's input.
 
     Attributes:
         layer: name of the layer; empty for methods of the input.
         maps: one map for each target.
         fusion: the way in which the maps of several layers were fused; None for the maps of one layer.
+        input_channel: the channel; None for maps of all channels.
     """
 
     layer: str
     maps: list[RawMap]
     fusion: Fusion | None = None
+    input_channel: int | None = None

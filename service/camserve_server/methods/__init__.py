@@ -171,6 +171,7 @@ METHODS: dict[str, Method] = {
         parameters=(STEPS, BASELINE, QUADRATURE),
         baseline=gradients.last,
         about=gradients.integrated,
+        split=gradients.integrated_by_channel,
     ),
     "gradient_shap": Saliency(
         gradients.expected,

@@ -2,7 +2,8 @@
 
 The image x is the normalised input [3,H,W]. A method makes copies of it, averages a term of the gradient over them, and
 turns that mean into a map [H,W]. The map of a sensitivity is the channel-wise maximum of its absolute value. The map of
-an attribution, whose values add up to a score, is the sum over the colour channels.
+an attribution, whose values add up to a score, is the sum over the channels. A map of one channel is the same without
+the maximum or the sum.
 
 The random numbers of a copy depend on the seed and the copy's index alone, so that neither batching nor the device
 changes them.
@@ -156,7 +157,8 @@ def integrated(
     C + (S(x) − S(x') − ΣC) Cov(m, s) / Var(s). There m is the integrand's map at a point of the line, s = Σm the slope
     there, and both moments are under the weights: the regression estimator of a control variate.
     A matched map adds up however few the steps are. How well the steps follow the line is shown by the completeness
-    error of "cubic".
+    error of "cubic". The matched maps of single channels take ΣC and Var(s) from all channels, and so add up to the
+    matched map.
 
     The baseline x' is "zero", the normalised input's zero, which is the mean colour of the training set; "mean", the
     image's own mean colour; or "blur", the image blurred by a Gaussian whose σ is 1/20 of its shorter side. Where the
@@ -166,7 +168,24 @@ def integrated(
     Returns:
         Map [H,W], float64, from the mean [2,3,H,W] of `weighted` over the copies and `gained`, which is S(x) − S(x').
     """
-    total, with_slope = ((image - _baseline(image, baseline)) * mean.double()).sum(1).unbind()
+    return _match(_line_integrals(mean, image, baseline).sum(1), quadrature, gained)
+
+
+def integrated_by_channel(
+    mean: Tensor, image: Tensor, *, baseline: str, quadrature: str, gained: float, **_parameters: float | str
+) -> Tensor:
+    """Return the maps of all channels [C,H,W], float64, which add up to the map of `integrated`."""
+    return _match(_line_integrals(mean, image, baseline), quadrature, gained)
+
+
+def _line_integrals(mean: Tensor, image: Tensor, baseline: str) -> Tensor:
+    """Return the integral of each channel and pixel, and that of its product with the slope, [2,C,H,W] in float64."""
+    return (image - _baseline(image, baseline)) * mean.double()
+
+
+def _match(integrals: Tensor, quadrature: str, gained: float) -> Tensor:
+    """Correct integrals [2,...] as the quadrature says; the correction is linear, so that it applies to parts, too."""
+    total, with_slope = integrals.unbind()
     if quadrature != "matched":
         return total
     slope = total.sum()

@@ -113,6 +113,11 @@ class MethodKind:
         return False
 
     @property
+    def per_channel(self) -> bool:
+        """True if the method can make a map of one channel of the model's input."""
+        return False
+
+    @property
     def squares(self) -> bool:
         """True if the method also needs the mean of the squared terms of its copies."""
         return False
@@ -226,6 +231,9 @@ class Cam(MethodKind):
 class Saliency(MethodKind):
     """Map from the score's gradient at the input: the mean, over copies of the image, of a term of that gradient.
 
+    The map of one channel of the input is `finish` of that channel of the mean and of the image, unless there is a
+    `split`.
+
     Attributes:
         finish: function that turns the mean into the map.
         paper: the method's source.
@@ -238,6 +246,8 @@ class Saliency(MethodKind):
         baseline: function that returns the index of the baseline among the copies, for a map that must add up to the
             image's score minus the baseline's. `finish` receives that difference as `gained`. None for other maps.
         about: function whose docstring documents the method.
+        split: function like `finish` that returns the maps [C,H,W] of all channels; for a method whose map of one
+            channel depends on the others. None for other methods.
     """
 
     finish: Finish
@@ -250,8 +260,10 @@ class Saliency(MethodKind):
     rule: Literal["saliency", "guided", "deconvnet"] = "saliency"
     baseline: Count | None = None
     about: Callable[..., object] = as_it_is
+    split: Finish | None = None
 
     kind = "saliency"
+    per_channel = True
 
     def __post_init__(self) -> None:
         if self.about is as_it_is:

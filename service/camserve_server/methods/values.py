@@ -22,17 +22,19 @@ class MethodCall:
         parameters: values by name.
         augmented: True for the mean of the maps of copies of the image, flipped and rescaled in intensity.
         eigen: True for the first principal component of the channels' terms, instead of their sum.
+        input_channels: channels of the model's input to make a map of each; empty for one map of all channels.
     """
 
     name: str
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
     augmented: bool = False
     eigen: bool = False
+    input_channels: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[object, ...]:
         """Key that is equal for equal calls."""
-        return self.name, self.augmented, self.eigen, *sorted(self.parameters.items())
+        return self.name, self.augmented, self.eigen, self.input_channels, *sorted(self.parameters.items())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

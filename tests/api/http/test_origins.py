@@ -1,5 +1,7 @@
 """Checks of hosts and origins, the headers of every response, and the files of the page."""
 
+import gzip
+
 import pytest
 
 from camserve import assets, connect
@@ -117,6 +119,10 @@ def test_page_is_served_with_its_files(port):
         unchanged = request(port, "GET", f"/{path}", if_none_match=response.headers["etag"])
         assert (unchanged.status, unchanged.body) == (304, b"")
         assert request(port, "HEAD", f"/{path}").body == b""
+        compressed = request(port, "GET", f"/{path}", accept_encoding="br, gzip")
+        is_text = not asset.content_type.endswith("webp")
+        assert ("content-encoding" in compressed.headers, "vary" in response.headers) == (is_text, is_text)
+        assert (gzip.decompress(compressed.body) if is_text else compressed.body) == asset.body
 
     assert files[""].body == files["index.html"].body
     assert {asset.content_type for asset in files.values()} >= {"text/html; charset=utf-8", "text/css; charset=utf-8"}

@@ -21,6 +21,7 @@ from camserve import (
     Box,
     FailedPrecondition,
     InvalidArgument,
+    Method,
     Picture,
     Prediction,
     Verdict,
@@ -207,6 +208,11 @@ def test_models_with_other_classes_are_refused() -> None:
         HEADER.check_classes(replace(HEADER, classes=3))
     with pytest.raises(FailedPrecondition, match="different labels"):
         HEADER.check_classes(replace(HEADER, labels="00"))
+
+
+def test_maps_of_single_channels_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="leave out per_channel"):
+        recording.plain_options({"methods": [Method("saliency", per_channel=[1])]})
 
 
 @pytest.mark.parametrize("twice", [{"methods": ["gradcam", "gradcam"]}, {"layers": ["a", "a"]}])

@@ -23,6 +23,12 @@ test("a link restores the state, and only has characters of a fragment", () => {
   assert.deepEqual(readLink(`#${link}`), STATE);
 });
 
+test("a link keeps interventions, and the values and bands of a photo", () => {
+  const interventions = { resnet50: [{ layer: "layer4", channels: [12, 40], silence: true }, { layer: "a", clamp: { minimum: 0 } }] };
+  const state = { request: { valueRange: { minimum: 0, maximum: 4095 } }, style: {}, view: { interventions, bands: [3, 2, 1], window: { centre: 40, width: 400 } } };
+  assert.deepEqual(readLink(writeLink(state)), state);
+});
+
 test("a link has no photo, no mask, and no photo of a similarity", () => {
   const photo = "A".repeat(1000);
   const targets = [{ similarity: { image: photo } }, { segment: { className: { label: "cat" }, mask: photo } }];
@@ -44,7 +50,8 @@ for (const rubbish of ["", "#", "about", "1.", "1.%%%", "2.e30", encoded("{"), e
 test("values of the wrong type are left out", () => {
   const request = { model: 3, methods: ["a"], targets: "b", topK: -1, unknown: 1, fusion: "FUSION_MAX" };
   const style = { opacity: 2, scale: -1, threshold: { quantile: 7 }, contourLines: 99, fade: "yes", colormap: "jet" };
-  assert.deepEqual(readLink(encoded(JSON.stringify([request, style, { models: [1], layers: { a: "b" }, peak: 1, regions: false }]))), { request: { fusion: "FUSION_MAX" }, style: { colormap: "jet" }, view: { regions: false } });
+  const view = { models: [1], layers: { a: "b" }, interventions: { a: [{ layer: "b", channels: "c", silence: true }] }, bands: [-1], peak: 1, regions: false };
+  assert.deepEqual(readLink(encoded(JSON.stringify([request, style, view]))), { request: { fusion: "FUSION_MAX" }, style: { colormap: "jet" }, view: { regions: false } });
 });
 
 test("a link cannot reach the prototype of objects", () => {

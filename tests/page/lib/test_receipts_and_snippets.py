@@ -38,6 +38,8 @@ METHODS = [
         "parameters": {"samples": {"number": 32}, "kind": {"text": "it's"}, "noise": {"number": 0.15}},
     },
     {"name": "layercam", "augmentationSmoothing": True, "eigenSmoothing": True},
+    {"name": "saliency", "perChannel": True},
+    {"name": "integrated_gradients", "perChannel": True, "inputChannels": [7, 0]},
 ]
 PLAIN = {"overlay": "IMAGE_FORMAT_JPEG", "heatmap": True}
 RENDERINGS = {
@@ -45,11 +47,23 @@ RENDERINGS = {
     "opaque": {**PLAIN, "alpha": 0},
     "coloured": {**PLAIN, "alpha": 0.25, "colormap": "turbo", "thresholdQuantile": 0.8, "contourLines": 4},
     "signed": {**PLAIN, "sign": "SIGN_ABSOLUTE", "sharedScale": True, "fade": True, "regions": {"draw": True}},
+    "one band": {**PLAIN, "bands": [7]},
+    "bands": {**PLAIN, "bands": [3, 2, 1], "window": {"centre": 40, "width": 400.5}},
 }
+INTERVENTIONS = [
+    {"layer": "layer4", "channels": [12, 40], "silence": True},
+    {"layer": "the 'head'", "input": True, "scale": 0.3},
+    {"layer": "a", "clamp": {"minimum": 0, "maximum": 6.5}},
+    {"layer": "a", "channels": [0], "clamp": {"maximum": -1}},
+    {"layer": "b", "replaceMean": True},
+    {"layer": "c", "clipGradient": 0.1},
+]
 REQUESTS = {
     **{f"target {name}": {"methods": [{"name": "gradcam"}], "targets": [target]} for name, target in TARGETS.items()},
     **{f"rendering {name}": {"rendering": rendering} for name, rendering in RENDERINGS.items()},
     "methods": {"methods": METHODS},
+    "interventions": {"interventions": INTERVENTIONS},
+    "values": {"valueRange": {"maximum": 4095}},
     "everything": {
         "model": "a 'model'",
         "methods": METHODS,
@@ -188,7 +202,16 @@ def test_curl_snippet_sends_the_same_request(js, photos, tmp_path, name):
 MAP = signed(3, 2)
 
 
-def response(score=0.1, *, target=None, values=MAP, fusion=explain_pb2.FUSION_UNSPECIFIED, parameters=()):
+def response(
+    score=0.1,
+    *,
+    target=None,
+    values=MAP,
+    fusion=explain_pb2.FUSION_UNSPECIFIED,
+    parameters=(),
+    optional=None,
+    channel=None,
+):
     explanation = explain_pb2.Explanation(
         method="смуз",
         layer="a + b" if fusion else "",
@@ -197,6 +220,7 @@ def response(score=0.1, *, target=None, values=MAP, fusion=explain_pb2.FUSION_UN
         fusion=fusion,
         resolved_target=target or explain_pb2.Target(class_index=0),
         augmentation_smoothing=True,
+        input_channel=channel,
     )
     if values is not None:
         explanation.heatmap.CopyFrom(json_format.ParseDict(heatmap(values), explain_pb2.Heatmap()))
@@ -212,6 +236,8 @@ def response(score=0.1, *, target=None, values=MAP, fusion=explain_pb2.FUSION_UN
         input_sha256="23" * 32,
         versions={"torch": "2.14.1"},
     )
+    if optional:
+        receipt.MergeFrom(json_format.ParseDict(optional, explain_pb2.Receipt()))
     return explain_pb2.ExplainResponse(model="tiny", explanations=[explanation], receipt=receipt)
 
 
@@ -224,6 +250,10 @@ RESPONSES = [
     response(parameters=[("samples", 32), ("noise", 0.15), ("kind", "it's"), ("odd", float("inf"))][:1]),
     response(parameters=[("kind", "it's")]),
     response(parameters=[("odd", float("inf"))]),
+    response(channel=0),
+    response(channel=11),
+    response(optional={"interventions": INTERVENTIONS}),
+    response(optional={"valueRange": {"maximum": 4095.5}, "texts": ["a cat", "ein Hund"]}),
 ]
 
 
@@ -267,7 +297,7 @@ def test_receipt_becomes_the_request_of_the_python_client(js, index):
 
     found = message(js("return receipt.requestOf(receipt.readReceipt(text))", text=stored.to_json()))
 
-    for name in ("model", "methods", "targets", "layers", "fusion"):
+    for name in ("model", "methods", "targets", "layers", "fusion", "texts", "value_range", "interventions"):
         assert getattr(found, name) == getattr(expected, name)
 
 
@@ -283,6 +313,14 @@ BROKEN = {
     "a wrong field": (
         lambda text: text.replace('"layers": []', '"layers": "a"'),
         '"layers" of the receipt must be a list of names',
+    ),
+    "a wrong range": (
+        lambda text: text.replace('"layers"', '"value_range": [1], "layers"'),
+        '"value_range" of the receipt must be two numbers',
+    ),
+    "an intervention without a change": (
+        lambda text: text.replace('"layers"', '"interventions": [{"layer": "a"}], "layers"'),
+        '"interventions" of the receipt must be a list of interventions',
     ),
     "another map": (
         lambda text: text.replace('"width": 2', '"width": 3'),

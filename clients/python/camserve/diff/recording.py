@@ -153,6 +153,8 @@ def plain_options(options: _codec.ExplainOptions) -> dict[str, Any]:
         InvalidArgument: An option is out of range, or a method or a layer is named twice.
     """
     message = _codec.ExplainRequestBuilder(**options).request()
+    if any(method.per_channel for method in message.methods):
+        raise InvalidArgument("a diff compares maps of all channels of the input: leave out per_channel")
     methods = [(method.name, method.augmentation_smoothing, method.eigen_smoothing) for method in message.methods]
     for named in (methods, message.layers):
         if len(set(named)) < len(named):

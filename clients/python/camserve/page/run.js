@@ -1,5 +1,5 @@
 /** Requests for explanations: their cost, their progress, and the maps that they return. */
-import { decodeMap, base64Of, readPhoto } from "./lib/maps.js";
+import { base64Of, bytesOf, decodeMap, readPhoto } from "./lib/maps.js";
 import { changed, modelNamed, on, requestFor, state } from "./state.js";
 import { api, guarded } from "./server.js";
 import { debounced } from "./dom.js";
@@ -67,12 +67,23 @@ function finish(photo, results) {
     setRun("cancelled", null);
     return;
   }
+  if (photo.isDrawn) takePicture(photo, results);
   state.results = results;
   state.cells = results.filter(({ response }) => response).flatMap((result) => cellsOf(photo, result));
   state.picks = state.picks.filter((id) => state.cells.some((cell) => cell.id === id));
+  setRun(results.some(({ error }) => error) ? "failed" : "done", null);
   changed("results");
   changed("picks");
-  setRun(results.some(({ error }) => error) ? "failed" : "done", null);
+}
+
+/** Show a photo that this browser cannot decode as the server draws it. */
+function takePicture(photo, results) {
+  const { response } = results.find(({ response: found }) => found?.explanations?.[0]?.overlay) ?? {};
+  if (!response) return;
+  const { width, height } = readPhoto(response.photo);
+  const picture = new Blob([bytesOf(response.explanations[0].overlay.data)], { type: "image/jpeg" });
+  Object.assign(photo, { picture, width, height });
+  changed("picture");
 }
 
 function cellsOf(photo, { model, request, response }) {

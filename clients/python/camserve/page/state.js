@@ -8,7 +8,8 @@ export const state = {
   methods: [], // MethodInfo
   metrics: [], // MetricInfo
   details: new Map(), // by model: {labels, layers}
-  ask: { models: [], methods: [{ name: "gradcam" }], targets: [], topK: 1, layers: {}, fusion: "" },
+  // layers and interventions are by model; the last three are for photos that are drawn by the server
+  ask: { models: [], methods: [{ name: "gradcam" }], targets: [], topK: 1, layers: {}, interventions: {}, fusion: "", valueRange: null, bands: [], window: null },
   style: { ...DEFAULT_STYLE },
   view: { regions: false, peak: false },
   photos: [],
@@ -51,25 +52,29 @@ export const mainTask = () => mainModel()?.task;
 
 /** Return the ExplainRequest, without its image, for one of the chosen models. */
 export function requestFor(model) {
-  const { methods, targets, topK, layers, fusion } = state.ask;
+  const { methods, targets, topK, layers, interventions, fusion, valueRange, bands, window } = state.ask;
   const { task } = modelNamed(model) ?? {};
+  const isDrawn = state.photo?.isDrawn;
+  const picture = isDrawn && { overlay: "IMAGE_FORMAT_JPEG", alpha: 0, bands, ...(window && { window }) };
   return {
     model,
     methods,
     ...(targets.length ? { targets } : { topK }),
     layers: layers[model] ?? [],
-    ...(fusion ? { fusion } : {}),
+    interventions: interventions[model] ?? [],
+    ...(fusion && { fusion }),
+    ...(isDrawn && valueRange && { valueRange }),
     maxPredictions: 10,
-    rendering: { heatmap: true },
-    ...(task === "segment" ? { classMap: true } : {}),
+    rendering: { heatmap: true, ...picture },
+    ...(task === "segment" && { classMap: true }),
   };
 }
 
 /** Return the address of this page with everything but the photo. */
 export function link() {
-  const { models, layers, methods, targets, topK, fusion } = state.ask;
-  const request = { model: models[0], methods, targets, topK, fusion };
-  const fragment = writeLink({ request, style: state.style, view: { ...state.view, models, layers } });
+  const { models, layers, interventions, bands, window, ...request } = state.ask;
+  const view = { ...state.view, models, layers, interventions, bands, window };
+  const fragment = writeLink({ request: { model: models[0], ...request }, style: state.style, view });
   return `${location.href.split("#")[0]}#${fragment}`;
 }
 
@@ -84,7 +89,11 @@ export function readAddress() {
     targets: request.targets ?? [],
     topK: request.topK || 1,
     layers: view.layers ?? {},
+    interventions: view.interventions ?? {},
     fusion: request.fusion ?? "",
+    valueRange: request.valueRange ?? null,
+    bands: view.bands ?? [],
+    window: view.window ?? null,
   });
   Object.assign(state.style, DEFAULT_STYLE, style);
   Object.assign(state.view, { regions: view.regions ?? false, peak: view.peak ?? false });

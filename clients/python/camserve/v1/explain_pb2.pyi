@@ -579,6 +579,8 @@ class Method(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     AUGMENTATION_SMOOTHING_FIELD_NUMBER: _builtins.int
     EIGEN_SMOOTHING_FIELD_NUMBER: _builtins.int
+    PER_CHANNEL_FIELD_NUMBER: _builtins.int
+    INPUT_CHANNELS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the method, such as "gradcam". Required."""
     augmentation_smoothing: _builtins.bool
@@ -589,9 +591,21 @@ class Method(_message.Message):
     """True to return the first principal component of the weighted feature maps instead of their sum.
     FAILED_PRECONDITION: MethodInfo.eigen_smoothing is false for this method.
     """
+    per_channel: _builtins.bool
+    """True to return a map of each channel of the model's input, as explanations of their own, instead of one map of all
+    channels. Each is what the method makes of that channel alone: where a method adds up channels, the maps add up to
+    the map of all, and where it takes the largest, their maximum is that map. FAILED_PRECONDITION:
+    MethodInfo.per_channel is false for this method, or the request is that of Evaluate.
+    """
     @_builtins.property
     def parameters(self) -> _containers.MessageMap[_builtins.str, Global___Parameter]:
         """Parameters by name, up to 16. Missing parameters have the defaults that ListMethods returns."""
+
+    @_builtins.property
+    def input_channels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The channels to return a map of, from 0, each once, up to 64, in the order of the maps. INVALID_ARGUMENT: the model
+        has no such channel, or per_channel is false. Default: all channels.
+        """
 
     def __init__(
         self,
@@ -600,10 +614,12 @@ class Method(_message.Message):
         parameters: _abc.Mapping[_builtins.str, Global___Parameter] | None = ...,
         augmentation_smoothing: _builtins.bool = ...,
         eigen_smoothing: _builtins.bool = ...,
+        per_channel: _builtins.bool = ...,
+        input_channels: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["augmentation_smoothing", b"augmentation_smoothing", "eigen_smoothing", b"eigen_smoothing", "name", b"name", "parameters", b"parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["augmentation_smoothing", b"augmentation_smoothing", "eigen_smoothing", b"eigen_smoothing", "input_channels", b"input_channels", "name", b"name", "parameters", b"parameters", "per_channel", b"per_channel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1276,8 +1292,8 @@ class ExplainResponse(_message.Message):
 
     @_builtins.property
     def explanations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Explanation]:
-        """One explanation for each method, layer and target. They are sorted by method, then by layer, then by target, in the
-        order of the request.
+        """One explanation for each method, layer and target, or with Method.per_channel for each method, channel of the input
+        and target. They are sorted by method, then by layer or channel, then by target, in the order of the request.
         """
 
     @_builtins.property
@@ -1645,6 +1661,7 @@ class Explanation(_message.Message):
     FUSION_FIELD_NUMBER: _builtins.int
     SCALE_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
+    INPUT_CHANNEL_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     """Name of the method."""
     layer: _builtins.str
@@ -1671,6 +1688,8 @@ class Explanation(_message.Message):
     """Raw value with the strongest colour, if pictures, intensities or regions are requested: a value for
     Rendering.scale_value. 0 if no value is shown.
     """
+    input_channel: _builtins.int
+    """The channel of the model's input that the map is of, from 0, with Method.per_channel."""
     @_builtins.property
     def target(self) -> Global___Prediction:
         """The class or object that is explained. For a similarity the label is "similarity", for a text the text."""
@@ -1733,14 +1752,20 @@ class Explanation(_message.Message):
         fusion: Global___Fusion.ValueType = ...,
         scale: _builtins.float = ...,
         regions: _abc.Iterable[Global___Region] | None = ...,
+        input_channel: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_completeness_error", b"_completeness_error", "completeness_error", b"completeness_error", "contrast", b"contrast", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "intensity", b"intensity", "overlay", b"overlay", "resolved_target", b"resolved_target", "target", b"target"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_completeness_error", b"_completeness_error", "_input_channel", b"_input_channel", "completeness_error", b"completeness_error", "contrast", b"contrast", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "input_channel", b"input_channel", "intensity", b"intensity", "overlay", b"overlay", "resolved_target", b"resolved_target", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_completeness_error", b"_completeness_error", "augmentation_smoothing", b"augmentation_smoothing", "completeness_error", b"completeness_error", "contrast", b"contrast", "eigen_smoothing", b"eigen_smoothing", "fusion", b"fusion", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "intensity", b"intensity", "layer", b"layer", "method", b"method", "overlay", b"overlay", "parameters", b"parameters", "regions", b"regions", "resolved_target", b"resolved_target", "scale", b"scale", "score", b"score", "target", b"target", "verdict", b"verdict", "verdict_message", b"verdict_message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_completeness_error", b"_completeness_error", "_input_channel", b"_input_channel", "augmentation_smoothing", b"augmentation_smoothing", "completeness_error", b"completeness_error", "contrast", b"contrast", "eigen_smoothing", b"eigen_smoothing", "fusion", b"fusion", "heatmap", b"heatmap", "heatmap_image", b"heatmap_image", "input_channel", b"input_channel", "intensity", b"intensity", "layer", b"layer", "method", b"method", "overlay", b"overlay", "parameters", b"parameters", "regions", b"regions", "resolved_target", b"resolved_target", "scale", b"scale", "score", b"score", "target", b"target", "verdict", b"verdict", "verdict_message", b"verdict_message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__completeness_error: _TypeAlias = _typing.Literal["completeness_error"]  # noqa: Y015
     _WhichOneofArgType__completeness_error: _TypeAlias = _typing.Literal["_completeness_error", b"_completeness_error"]  # noqa: Y015
+    _WhichOneofReturnType__input_channel: _TypeAlias = _typing.Literal["input_channel"]  # noqa: Y015
+    _WhichOneofArgType__input_channel: _TypeAlias = _typing.Literal["_input_channel", b"_input_channel"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__completeness_error) -> _WhichOneofReturnType__completeness_error | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__input_channel) -> _WhichOneofReturnType__input_channel | None: ...
 
 Global___Explanation: _TypeAlias = Explanation  # noqa: Y015
 

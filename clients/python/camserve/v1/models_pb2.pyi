@@ -562,6 +562,7 @@ class MethodInfo(_message.Message):
     EIGEN_SMOOTHING_FIELD_NUMBER: _builtins.int
     NEEDS_FIELD_NUMBER: _builtins.int
     FORMULA_FIELD_NUMBER: _builtins.int
+    PER_CHANNEL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the method, as in a request."""
     kind: Global___MethodKind.ValueType
@@ -583,6 +584,8 @@ class MethodInfo(_message.Message):
     """Requirements of the method for a model or for the server's installation, as text; empty if it has none."""
     formula: _builtins.str
     """Formula of the method, in words and symbols."""
+    per_channel: _builtins.bool
+    """True if the method accepts Method.per_channel."""
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParameterInfo]:
         """Parameters of the method."""
@@ -600,10 +603,11 @@ class MethodInfo(_message.Message):
         eigen_smoothing: _builtins.bool = ...,
         needs: _builtins.str = ...,
         formula: _builtins.str = ...,
+        per_channel: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eigen_smoothing", b"eigen_smoothing", "formula", b"formula", "kind", b"kind", "layered", b"layered", "name", b"name", "needs", b"needs", "paper", b"paper", "parameters", b"parameters", "rows", b"rows", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eigen_smoothing", b"eigen_smoothing", "formula", b"formula", "kind", b"kind", "layered", b"layered", "name", b"name", "needs", b"needs", "paper", b"paper", "parameters", b"parameters", "per_channel", b"per_channel", "rows", b"rows", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

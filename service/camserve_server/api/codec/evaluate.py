@@ -9,9 +9,9 @@ from camserve_server.api.codec.replies import parameter_info, parameter_messages
 from camserve_server.api.codec.requests import read_explanation, read_parameters
 from camserve_server.api.codec.sizes import check_sizes
 from camserve_server.api.codec.targets import read_box
-from camserve_server.core.errors import InvalidArgument, ServiceError
+from camserve_server.core.errors import FailedPrecondition, InvalidArgument, ServiceError
 from camserve_server.core.limits import Limits
-from camserve_server.jobs import EvaluationJob, MetricCall
+from camserve_server.jobs import EvaluationJob, Job, MetricCall
 from camserve_server.methods.kinds import formula, summary
 from camserve_server.metrics import METRICS, Reading
 from camserve_server.models.values import KnownModel
@@ -36,6 +36,7 @@ def read_evaluation(
     check_sizes(request, limits)
     with within_explain():
         explain = read_explanation(request.explain, models, limits)
+        _check_whole(explain.job)
     box = read_box(request.box, "box") if request.HasField("box") else None
     assessment = EvaluationJob(explain.job, _read_metrics(request.metrics), box)
     for index, call in enumerate(assessment.metrics):
@@ -49,6 +50,14 @@ def read_evaluation(
             field="metrics",
         )
     return EvaluateRequest(explain, assessment)
+
+
+def _check_whole(job: Job) -> None:
+    """Refuse maps of single channels: metrics change all channels of a pixel, or compare with maps that do."""
+    for index, call in enumerate(job.calls):
+        if call.input_channels:
+            reason = "metrics change all channels of a pixel, and so evaluate maps of all channels"
+            raise FailedPrecondition(reason, field=f"methods[{index}].per_channel")
 
 
 @contextmanager

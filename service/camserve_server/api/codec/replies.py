@@ -121,6 +121,7 @@ def _explanation(prediction: ModelPrediction, explanation: Explanation, *, raw: 
         completeness_error=explanation.error,
         augmentation_smoothing=explanation.call.augmented,
         eigen_smoothing=explanation.call.eigen,
+        input_channel=explanation.input_channel,
         fusion=_FUSIONS[explanation.fusion],
         resolved_target=target_message(prediction, explanation.target),
         scale=explanation.scale,
@@ -254,6 +255,7 @@ def describe_method(name: str) -> models_pb2.MethodInfo:
         rows=max(1, rows_of(call, [_TYPICAL_CHANNELS], _TYPICAL_SIZE)),
         layered=method.layered,
         eigen_smoothing=method.smooths,
+        per_channel=method.per_channel,
         needs=method.needs,
         formula=formula(method),
     )

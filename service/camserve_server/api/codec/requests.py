@@ -86,7 +86,7 @@ def _read_options(request: explain_pb2.ExplainRequest, models: Mapping[str, Know
     check_sizes(request, limits)
     model = with_value_range(with_texts(read_model(request.model, models, "model"), request.texts), request)
     fusion = _read_fusion(request.fusion)
-    calls, layers = _read_calls(request.methods, model), _read_layers(request.layers, model)
+    calls, layers = _read_calls(request.methods, model, limits), _read_layers(request.layers, model)
     targets = read_targets(request, model, limits)
     _check_contrasts(calls, targets)
     pyramid = layers == model.pyramid and list(request.layers) in ([], [PYRAMID])
@@ -164,13 +164,13 @@ _WithValues: TypeAlias = (
 )
 
 
-def _read_calls(methods: Sequence[explain_pb2.Method], model: ModelInfo) -> tuple[MethodCall, ...]:
+def _read_calls(methods: Sequence[explain_pb2.Method], model: ModelInfo, limits: Limits) -> tuple[MethodCall, ...]:
     if not methods:
         return (MethodCall(DEFAULT_METHOD),)
-    return tuple(_read_call(method, model, f"methods[{index}]") for index, method in enumerate(methods))
+    return tuple(_read_call(method, model, limits, f"methods[{index}]") for index, method in enumerate(methods))
 
 
-def _read_call(message: explain_pb2.Method, model: ModelInfo, field: str) -> MethodCall:
+def _read_call(message: explain_pb2.Method, model: ModelInfo, limits: Limits, field: str) -> MethodCall:
     method = find_known("method", message.name, METHODS, "there are", f"{field}.name")
     values = read_parameters(message.name, message.parameters, method.parameters, f"{field}.parameters")
     if method.tasks and model.task not in method.tasks:
@@ -182,7 +182,30 @@ def _read_call(message: explain_pb2.Method, model: ModelInfo, field: str) -> Met
             f"{message.name} does not add up channels, so it has no principal component; methods that do: {others}",
             field=f"{field}.eigen_smoothing",
         )
-    return MethodCall(message.name, values, message.augmentation_smoothing, message.eigen_smoothing)
+    channels = _read_input_channels(message, model, limits, field)
+    return MethodCall(message.name, values, message.augmentation_smoothing, message.eigen_smoothing, channels)
+
+
+def _read_input_channels(message: explain_pb2.Method, model: ModelInfo, limits: Limits, field: str) -> tuple[int, ...]:
+    """Return the channels of the model's input to make a map of each; none for one map of all channels."""
+    if message.per_channel and not METHODS[message.name].per_channel:
+        others = join_names(name for name, other in METHODS.items() if other.per_channel)
+        raise FailedPrecondition(
+            f"{message.name} has no map of each channel of the input; methods that have: {others}",
+            field=f"{field}.per_channel",
+        )
+    named = f"{field}.input_channels"
+    if message.input_channels and not message.per_channel:
+        raise InvalidArgument.of_field(named, "needs per_channel, which is false")
+    if len(set(message.input_channels)) < len(message.input_channels):
+        raise InvalidArgument("a channel of the input is named twice", field=named)
+    for index, channel in enumerate(message.input_channels):
+        check_range(channel, 0, model.channels - 1, f"{named}[{index}]")
+    channels = tuple(message.input_channels or range(model.channels)) if message.per_channel else ()
+    if len(channels) > limits.explanations:
+        reason = f"{model.name} has {len(channels)} channels, and {limits.explanations} explanations is the limit"
+        raise InvalidArgument(f"{reason}: choose some with input_channels", field=f"{field}.per_channel")
+    return channels
 
 
 def _check_contrasts(calls: Sequence[MethodCall], targets: Sequence[Target]) -> None:

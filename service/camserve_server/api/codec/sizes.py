@@ -17,6 +17,7 @@ LISTS: Mapping[str, str] = {
     "camserve.v1.Intervention.channels": "changed_channels",
     "camserve.v1.Rendering.bands": "bands",
     "camserve.v1.Method.parameters": "parameters",
+    "camserve.v1.Method.input_channels": "explanations",
     "camserve.v1.Finer.against": "against",
     "camserve.v1.EvaluateRequest.metrics": "metrics",
     "camserve.v1.Metric.parameters": "parameters",

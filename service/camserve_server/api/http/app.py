@@ -50,7 +50,8 @@ def _pages() -> Iterator[Route]:
 async def _asset(asset: Asset, request: Request) -> Response:
     if asset.etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=asset.headers)
-    return Response(asset.body, headers={**asset.headers, "content-type": asset.content_type})
+    body, headers = asset.encoded(request.headers.get("accept-encoding", ""))
+    return Response(body, headers=headers)
 
 
 async def _health(health: Health, _request: Request) -> Response:

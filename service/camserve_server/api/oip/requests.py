@@ -197,6 +197,11 @@ def _write_flag(template: explain_pb2.ExplainRequest, parameter: _InferParameter
     setattr(template.methods[0], parameter.name, parameter.flag())
 
 
+def _write_input_channel(template: explain_pb2.ExplainRequest, parameter: _InferParameter, _model: ModelInfo) -> None:
+    template.methods[0].per_channel = True
+    template.methods[0].input_channels.append(parameter.uint32())
+
+
 def _write_overlay(template: explain_pb2.ExplainRequest, parameter: _InferParameter, _model: ModelInfo) -> None:
     template.rendering.overlay = _choice(parameter, {name: value for value, name in FORMATS.items() if name})
 
@@ -227,6 +232,7 @@ _WRITERS: Mapping[str, Writer] = {
     "interventions": _write_interventions,
     "augmentation_smoothing": _write_flag,
     "eigen_smoothing": _write_flag,
+    "input_channel": _write_input_channel,
     "overlay": _write_overlay,
     "colormap": _write_look,
     "alpha": _write_look,
@@ -343,6 +349,8 @@ def _field(field: str) -> str:
     last = field.rpartition(".")[2]
     if field.startswith('methods[0].parameters["'):
         return field.removeprefix("methods[0].")
+    if field.startswith(("methods[0].per_channel", "methods[0].input_channels")):
+        return 'parameters["input_channel"]'
     if last in _WRITERS:
         return f'parameters["{last}"]'
     return _FIELDS.get(re.split(r"[.\[]", field, maxsplit=1)[0], field)

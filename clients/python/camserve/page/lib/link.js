@@ -1,6 +1,6 @@
 /** The page's state as a URL fragment, and back. */
 import { base64Of, bytesOf } from "./maps.js";
-import { isBoolean, isObject, isText } from "./receipt.js";
+import { isBoolean, isCount, isIntervention, isObject, isText, listOf } from "./receipt.js";
 
 const VERSION = "1.";
 const LONGEST = 8192; // characters of a fragment that is read
@@ -30,16 +30,17 @@ export function readLink(fragment) {
   }
 }
 
-const isCount = (value) => Number.isInteger(value) && value >= 0;
 const isShare = (value) => typeof value === "number" && value >= 0 && value <= 1;
-const listOf = (fits) => (value) => Array.isArray(value) && value.length <= 16 && value.every(fits);
+const shortListOf = (fits) => (value) => listOf(fits)(value) && value.length <= 16;
+const byModel = (fits) => (value) => isObject(value) && Object.values(value).every(shortListOf(fits));
 
 const REQUEST = {
   model: isText,
-  methods: listOf((value) => isObject(value) && isText(value.name)),
-  targets: listOf(isObject),
+  methods: shortListOf((value) => isObject(value) && isText(value.name)),
+  targets: shortListOf(isObject),
   topK: isCount,
   fusion: isText,
+  valueRange: isObject,
 };
 
 const STYLE = {
@@ -54,8 +55,11 @@ const STYLE = {
 };
 
 const VIEW = {
-  models: listOf(isText),
-  layers: (value) => isObject(value) && Object.values(value).every(listOf(isText)),
+  models: shortListOf(isText),
+  layers: byModel(isText),
+  interventions: byModel(isIntervention),
+  bands: shortListOf(isCount),
+  window: isObject,
   regions: isBoolean,
   peak: isBoolean,
 };

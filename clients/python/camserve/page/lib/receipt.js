@@ -13,13 +13,16 @@ export function receiptText(response, index, request = {}) {
   const explanation = response.explanations[index];
   const { targets = [] } = request;
   const requested = targets.length ? targets[index % targets.length] : null;
-  const { source = "", weights = "", digest = "", precision = "", device = "", versions = {}, imageSha256 = "", inputSha256 = "" } = response.receipt;
+  const { source = "", weights = "", digest = "", precision = "", device = "", versions = {}, imageSha256 = "", inputSha256 = "", texts, valueRange, interventions } = response.receipt;
   const content = {
     format: FORMAT,
     ...{ model: response.model ?? "", source, weights, digest, precision, device, versions },
     image_sha256: imageSha256,
     input_sha256: inputSha256,
     ...fieldsOf(explanation, requested),
+    ...(texts && { texts }),
+    ...(valueRange && { value_range: [valueRange.minimum ?? 0, valueRange.maximum ?? 0] }),
+    ...(interventions && { interventions: renamed(interventions, snakeName) }),
   };
   return JSON.stringify(content, null, 2);
 }
@@ -37,6 +40,7 @@ function fieldsOf(explanation, requested) {
     score: jsonNumber(score, Math.fround),
     verdict: verdict.replace("VERDICT_", ""),
     heatmap: explanation.heatmap ? heatmapOf(explanation.heatmap) : null,
+    ...("inputChannel" in explanation && { input_channel: explanation.inputChannel }),
   };
 }
 
@@ -74,6 +78,7 @@ function heatmapOf({ height = 0, width = 0, data = "" }) {
 export function readReceipt(text) {
   const content = parse(text);
   for (const [name, expected, fits] of CHECKS) {
+    if (OPTIONAL.includes(name) && !(name in content)) continue;
     if (!(name in content)) throw new Error(`the receipt has no "${name}"`);
     if (!fits(content[name])) throw new Error(`"${name}" of the receipt must be ${expected}`);
   }
@@ -101,13 +106,30 @@ export const isBoolean = (value) => typeof value === "boolean";
 const isNumber = (value) => typeof value === "number" || (isText(value) && /^-?(inf|nan|\d)/i.test(value));
 const entries = (value, fits) => isObject(value) && Object.values(value).every(fits);
 
+export const isCount = (value) => Number.isInteger(value) && value >= 0;
+export const listOf = (fits) => (value) => Array.isArray(value) && value.every((item) => fits(item));
+
+const CHANGES = ["silence", "scale", "clamp", "replaceMean", "clipGradient"];
+
+/** Return true for an intervention, in the API's JSON or a receipt's. */
+export function isIntervention(value) {
+  const changes = isObject(value) ? Object.keys(value).filter((name) => CHANGES.includes(camelName(name))) : [];
+  return changes.length === 1 && isText(value.layer) && listOf(isCount)(value.channels ?? []);
+}
+
+const OPTIONAL = ["texts", "value_range", "interventions", "input_channel"];
+
 const CHECKS = [
   ...TEXTS.map((name) => [name, "a string", isText]),
   ["versions", "an object of strings", (value) => entries(value, isText)],
   ["parameters", "an object of numbers and strings", (value) => entries(value, (item) => isText(item) || typeof item === "number")],
   ["augmentation_smoothing", "true or false", isBoolean],
   ["eigen_smoothing", "true or false", isBoolean],
-  ["layers", "a list of names", (value) => Array.isArray(value) && value.every(isText)],
+  ["layers", "a list of names", listOf(isText)],
+  ["texts", "a list of texts", listOf(isText)],
+  ["value_range", "two numbers", (value) => listOf(Number.isFinite)(value) && value.length === 2],
+  ["interventions", "a list of interventions", listOf(isIntervention)],
+  ["input_channel", "the index of a channel", isCount],
   ["fusion", "null, mean, max, product, sum", (value) => value === null || Object.values(FUSIONS).includes(value)],
   ["target", "an object", isObject],
   ["score", "a number", isNumber],
@@ -129,11 +151,15 @@ export function requestOf(receipt) {
   const smoothing = { augmentationSmoothing: receipt.augmentation_smoothing, eigenSmoothing: receipt.eigen_smoothing };
   const parameter = (value) => (isText(value) ? { text: value } : { number: value });
   const parameters = Object.fromEntries(Object.entries(receipt.parameters).map(([name, value]) => [name, parameter(value)]));
+  const channel = "input_channel" in receipt && { perChannel: true, inputChannels: [receipt.input_channel] };
   const request = {
     model: receipt.model,
-    methods: [{ name: receipt.method, parameters, ...smoothing }],
+    methods: [{ name: receipt.method, parameters, ...smoothing, ...channel }],
     targets: [renamed(receipt.target, camelName)],
     layers: receipt.layers,
+    interventions: renamed(receipt.interventions ?? [], camelName),
+    ...(receipt.texts && { texts: receipt.texts }),
+    ...(receipt.value_range && { valueRange: { minimum: receipt.value_range[0], maximum: receipt.value_range[1] } }),
   };
   return receipt.fusion ? { ...request, fusion: `FUSION_${receipt.fusion.toUpperCase()}` } : request;
 }

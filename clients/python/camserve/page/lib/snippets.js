@@ -50,7 +50,7 @@ function pythonTarget(target) {
   return target.softmax ? `camserve.probability(${className(target)})` : className(target);
 }
 
-function pythonMethod({ name, parameters = {}, augmentationSmoothing = false, eigenSmoothing = false }) {
+function pythonMethod({ name, parameters = {}, augmentationSmoothing = false, eigenSmoothing = false, perChannel = false, inputChannels = [] }) {
   const values = Object.fromEntries(
     Object.entries(parameters).map(([key, parameter]) => [key, parameter.text ?? Number(parameter.number ?? 0)]),
   );
@@ -58,8 +58,18 @@ function pythonMethod({ name, parameters = {}, augmentationSmoothing = false, ei
     ...(Object.keys(values).length ? [pythonValue(values)] : []),
     ...(augmentationSmoothing ? ["augmentation_smoothing=True"] : []),
     ...(eigenSmoothing ? ["eigen_smoothing=True"] : []),
+    ...(perChannel ? [`per_channel=${pythonValue(inputChannels.length ? inputChannels : true)}`] : []),
   ];
   return options.length ? `camserve.Method(${[pythonString(name), ...options].join(", ")})` : pythonString(name);
+}
+
+/** Return the SDK's call that makes an intervention. */
+export function pythonIntervention({ layer, channels = [], input, ...change }) {
+  const [[kind, value]] = Object.entries(change); // the API's JSON has nothing else
+  const named = { scale: { factor: value }, clamp: value, clipGradient: { limit: value } }[kind] ?? {};
+  const parts = Object.entries({ ...named, ...(channels.length && { channels }) }).map(([name, part]) => `${name}=${pythonValue(part)}`);
+  const call = kind.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`);
+  return `camserve.${call}(${[pythonString(layer), ...parts, ...(input ? ["input=True"] : [])].join(", ")})`;
 }
 
 /** Return the server's Rendering of a drawing style; the view says if regions are shown. */
@@ -80,7 +90,7 @@ export function renderingOf({ opacity, sign, colormap, threshold, scale, contour
 
 /** Return the keyword arguments of Client.explain, [name, Python code], without defaults. */
 function keywords(request) {
-  const { model, methods = [], targets = [], layers = [], topK, maxPredictions, fusion } = request;
+  const { model, methods = [], targets = [], layers = [], interventions = [], topK, maxPredictions, fusion, valueRange } = request;
   const list = (items) => (items.length === 1 ? items[0] : `[${items.join(", ")}]`);
   const given = [
     ["model", model && pythonString(model)],
@@ -88,6 +98,8 @@ function keywords(request) {
     ["targets", targets.length && list(targets.map(pythonTarget))],
     ["layers", layers.length && list(layers.map(pythonString))],
     ["fusion", fusion && fusion !== "FUSION_UNSPECIFIED" && pythonString(word(fusion, "FUSION_"))],
+    ["interventions", interventions.length && `[${interventions.map(pythonIntervention).join(", ")}]`],
+    ["value_range", valueRange && `(${valueRange.minimum ?? 0}, ${valueRange.maximum ?? 0})`],
     ["top_k", topK !== undefined && topK !== 1 && String(topK)],
     ["class_map", request.classMap && "True"],
     ["max_predictions", maxPredictions !== undefined && maxPredictions !== 5 && String(maxPredictions)],
@@ -97,7 +109,7 @@ function keywords(request) {
 }
 
 /** Return the keyword arguments of a Rendering that renderingOf returns. */
-function renderingKeywords({ alpha, sign, colormap, thresholdQuantile, sharedScale, contourLines, fade, regions }) {
+function renderingKeywords({ alpha, sign, colormap, thresholdQuantile, sharedScale, contourLines, fade, regions, bands = [], window }) {
   return [
     ["alpha", alpha !== undefined && String(alpha)],
     ["sign", sign && pythonString(word(sign, "SIGN_"))],
@@ -106,6 +118,8 @@ function renderingKeywords({ alpha, sign, colormap, thresholdQuantile, sharedSca
     ["scale", sharedScale && pythonString("request")],
     ["contour_lines", contourLines && String(contourLines)],
     ["fade", fade && "True"],
+    ["bands", bands.length && `(${bands.join(", ")},)`],
+    ["window", window && `(${window.centre ?? 0}, ${window.width ?? 0})`],
     ["regions", regions && "camserve.RegionOptions(draw=True)"],
   ];
 }

@@ -58,6 +58,9 @@ export function progress({ rowsDone = 0, rowsTotal = 0 }) {
 /** Return the name of a class or prediction: "tabby", or "class 7" if it has no label. */
 export const className = ({ label, classIndex = 0 }) => label || `class ${classIndex}`;
 
+/** Return the name of the method of a map, and of the input's channel if the map is of one. */
+export const methodName = ({ method = "", inputChannel }) => (inputChannel === undefined ? method : `${method}, channel ${inputChannel}`);
+
 /** Return the name of an explained target: "tabby", "class 7", "tabby, not tiger cat". */
 export function targetName({ target = {}, contrast }) {
   return className(target) + (contrast ? `, not ${className(contrast)}` : "");

@@ -4,7 +4,7 @@ import { element } from "../lib/charts.js";
 import { barValues, complete, drawColorBar, drawMap, shown } from "../lib/draw.js";
 import { peak, valueAt } from "../lib/maps.js";
 import { regionsOf } from "../lib/regions.js";
-import { number, probability, targetName, warning } from "../lib/words.js";
+import { methodName, number, probability, targetName, warning } from "../lib/words.js";
 import { changed, state } from "../state.js";
 import { styleOf } from "./look.js";
 
@@ -22,7 +22,7 @@ export function moveCursor(place) {
 export function titleOf({ model, explanation }) {
   const place = explanation.layer ? ` on ${explanation.layer}` : "";
   const several = state.ask.models.length > 1 ? `, ${model}` : "";
-  return `${explanation.method}${place} for ${targetName(explanation)}${several}`;
+  return `${methodName(explanation)}${place} for ${targetName(explanation)}${several}`;
 }
 
 export class Cell {
@@ -54,7 +54,7 @@ export class Cell {
     this.stage.addEventListener("pointerleave", () => moveCursor(null));
     this.stage.addEventListener("keydown", (event) => this.#key(event));
     this.stage.addEventListener("blur", () => moveCursor(null));
-    const name = h("span.name", explanation.method);
+    const name = h("span.name", methodName(explanation));
     const place = h("small", [explanation.layer, `score ${number(explanation.score ?? 0)}`].filter(Boolean).join(" · "));
     const judgement = fault ? h("p.warning", fault) : null;
     return h("figure.cell", this.stage, h("figcaption", h("div.line", name, this.value), place, this.bar, this.ticks, judgement, this.#completeness(), this.regions));

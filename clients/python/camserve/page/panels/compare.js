@@ -3,7 +3,7 @@ import { choice, fill, framed, h, labelled, segmented, swatch } from "../dom.js"
 import { agreement, align, compareMaps, difference, overlap } from "../lib/compare.js";
 import { barValues, drawColorBar, drawMap } from "../lib/draw.js";
 import { keep, onPixels, scalePhoto, strongest } from "../lib/maps.js";
-import { className, number, probability, targetName, verdictName } from "../lib/words.js";
+import { className, methodName, number, probability, targetName, verdictName } from "../lib/words.js";
 import { changed, on, state } from "../state.js";
 import { titleOf } from "./cell.js";
 
@@ -30,7 +30,7 @@ function pair() {
 function counterpart(cell) {
   const alike = ({ explanation, index }) =>
     2 * (targetName(explanation) === targetName(cell.explanation)) + (index === cell.index);
-  const others = state.cells.filter(({ model, explanation }) => model !== cell.model && explanation.method === cell.explanation.method);
+  const others = state.cells.filter(({ model, explanation }) => model !== cell.model && methodName(explanation) === methodName(cell.explanation));
   return others.sort((one, other) => alike(other) - alike(one))[0];
 }
 

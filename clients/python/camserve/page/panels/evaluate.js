@@ -47,7 +47,7 @@ const chosenMetrics = () => state.metrics.filter(({ name }) => chosen.has(name))
 /** Show the object's box if a chosen measure needs it; the middle of the photo is the first guess. */
 function showBox() {
   const { photo } = state;
-  box.hidden = !photo || !chosenMetrics().some(({ needsBox }) => needsBox);
+  box.hidden = !photo?.width || !chosenMetrics().some(({ needsBox }) => needsBox);
   if (box.hidden || box.dataset.photo === photo.name) return;
   box.dataset.photo = photo.name;
   const { width, height } = photo;
@@ -134,6 +134,7 @@ function curvesOf({ name }, names, readings) {
 
 on("models", show);
 on(["cost", "results"], showCost);
+on("picture", showBox);
 on("photo", () => {
   running?.abort();
   fill(result);

@@ -13,7 +13,7 @@ const FOOT = 84; // pixels for the title, the colour bar and its values
 
 /** Draw a map over its photo, with its title and colour bar; return a PNG as a Blob. */
 export async function pictureOf(cell) {
-  const bitmap = await createImageBitmap(cell.source.file, { imageOrientation: "from-image" });
+  const bitmap = await createImageBitmap(cell.source.picture, { imageOrientation: "from-image" });
   const shrink = Math.min(1, LONGEST / Math.max(bitmap.width, bitmap.height));
   const [width, height] = [bitmap.width, bitmap.height].map((side) => Math.max(1, Math.round(side * shrink)));
   const canvas = h("canvas", { width, height: height + FOOT });

@@ -1,12 +1,14 @@
 /** The choice of layers: the model's modules as a tree. Layers that cannot be explained say why. */
 import { chip, choice, fill, h, labelled, searchField } from "../dom.js";
 import { ask, mainModel, on, state } from "../state.js";
+import { interventions, nameOf, withdraw } from "../interventions.js";
 import { detailsOf } from "../server.js";
 
 const MOST_LAYERS = 8;
 const FUSIONS = [["", "A map for each layer"], ...["mean", "max", "product", "sum"].map((how) => [`FUSION_${how.toUpperCase()}`, `One map: their ${how}`])];
 
 const chips = h("ul.chips", { "aria-label": "Chosen layers" });
+const changes = h("ul.chips", { "aria-label": "Interventions" });
 const usual = h("p.hint");
 const tree = h("div.tree");
 const fusion = h("div");
@@ -15,7 +17,7 @@ const all = h("details.all", { ontoggle: showTree }, h("summary", "Choose layers
 const open = new Set(); // names of the opened branches
 
 export function layersControl() {
-  return h("fieldset", { "data-field": "layers" }, h("legend", "Layers"), usual, chips, fusion, all);
+  return h("fieldset", { "data-field": "layers" }, h("legend", "Layers"), usual, chips, fusion, all, changes);
 }
 
 const chosen = () => state.ask.layers[mainModel()?.name] ?? [];
@@ -35,6 +37,7 @@ function show() {
   usual.textContent = model.pyramid ? "All scales in one map." : `The model's default layer, ${model.defaultLayer}.`;
   fill(chips, names.map((name, index) => chip(name, `layers[${index}]`, () => toggleLayer(name, false))));
   fill(fusion, names.length > 1 ? labelled("Several layers give", choice(FUSIONS, state.ask.fusion, (value) => ask({ fusion: value }))) : null);
+  fill(changes, interventions().map((one, index) => chip(nameOf(one), `interventions[${index}]`, () => withdraw(one))));
   showTree();
 }
 

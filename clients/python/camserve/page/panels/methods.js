@@ -55,12 +55,13 @@ function showChosen() {
 
 function card({ name, ...given }, index) {
   const info = infoOf(name) ?? {};
-  const { summary = "", formula = "", paper = "", parameters = [], eigenSmoothing = false } = info;
+  const { summary = "", formula = "", paper = "", parameters = [], eigenSmoothing = false, perChannel = false } = info;
   const remove = removeButton(`Remove ${name}`, () => toggle(name, false));
   const forms = parameters.map((parameter) => formOf(parameter, index, given.parameters?.[parameter.name]));
   const smoothing = [
     checkbox("Average mirrored and contrasted copies", given.augmentationSmoothing ?? false, (value) => change(index, { augmentationSmoothing: value }), { hint: "Costs six times as much." }),
     eigenSmoothing ? checkbox("First principal component", given.eigenSmoothing ?? false, (value) => change(index, { eigenSmoothing: value })) : null,
+    perChannel ? checkbox("A map of each channel of the photo", given.perChannel ?? false, (value) => change(index, { perChannel: value, inputChannels: [] })) : null,
   ];
   const about = h("div.about", formula ? h("p", formula) : null, paper ? h("p.hint", paper) : null);
   const options = h("details", h("summary", "Options and formula"), forms, smoothing, about);

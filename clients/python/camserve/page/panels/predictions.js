@@ -45,11 +45,11 @@ function waitingText() {
 }
 
 function listOf({ model, response }, index, models) {
-  const { predictions = [] } = response;
-  const title = models > 1 ? h("h3", model) : null;
+  const { predictions = [], unchangedPredictions: before = [] } = response;
+  const title = [models > 1 ? h("h3", model) : null, before.length ? h("p.hint", `Without interventions: ${className(before[0])}, ${valueOf(before[0])}.`) : null];
   if (!predictions.length) return [title, h("p.hint", emptyText())];
   const shown = showAll ? predictions : predictions.slice(0, FIRST);
-  const items = shown.map((prediction) => h("li", row(prediction, index === 0)));
+  const items = shown.map((prediction) => h("li", row(prediction, index === 0, before)));
   const more = predictions.length > FIRST && h("button.quiet", { onclick: toggleAll }, showAll ? "Show fewer" : `Show ${count(predictions.length - FIRST, "more").replace(/s$/, "")}`);
   return [title, h("ol.predictions", { "aria-label": `Predictions of ${model}` }, items), more];
 }
@@ -62,14 +62,15 @@ function toggleAll() {
   draw();
 }
 
-function row(prediction, isMain) {
-  const { classIndex = 0, probability: share = 0, score = 0, area = 0 } = prediction;
-  const isNumber = mainTask() === "regress";
-  const text = isNumber ? score.toPrecision(3) : probability(share);
+const valueOf = ({ probability: share = 0, score = 0 }) => (mainTask() === "regress" ? score.toPrecision(3) : probability(share));
+
+function row(prediction, isMain, before) {
+  const { classIndex = 0, probability: share = 0, area = 0 } = prediction;
+  const old = mainTask() !== "detect" && before.find((other) => (other.classIndex ?? 0) === classIndex);
   const bar = h("span.bar", { "aria-hidden": "true" });
   bar.style.width = `${Math.max(0.5, 100 * share)}%`;
   const colour = mainTask() === "segment" ? swatch(classIndex ? classColour(classIndex) : "transparent") : null;
-  const parts = [bar, colour, h("span.name", className(prediction)), h("span.value", text), area ? h("small", `${probability(area)} of the photo`) : null];
+  const parts = [bar, colour, h("span.name", className(prediction)), h("span.value", valueOf(prediction)), old ? h("small", `was ${valueOf(old)}`) : null, area ? h("small", `${probability(area)} of the photo`) : null];
   const against = state.ask.targets.some(({ contrast }) => contrast?.whyNot?.classIndex === classIndex);
   const pressed = isAsked(prediction) || against || isExplained(classIndex, isMain);
   return h("button", { class: against ? "prediction against" : "prediction", "aria-pressed": String(pressed), onclick: () => choose(prediction, clickMode()) }, parts);

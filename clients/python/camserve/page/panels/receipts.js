@@ -20,9 +20,9 @@ export async function openReceipt(file) {
     fill(report, problem(`${file.name}: ${sentence(error.message)}`));
     return;
   }
-  const { model, methods, targets, layers = [], fusion = "" } = requestOf(state.receipt.content);
+  const { model, methods, targets, layers, interventions, fusion = "", valueRange = null } = requestOf(state.receipt.content);
   changed("receipt");
-  ask({ ...(modelNamed(model) ? { models: [model] } : {}), methods, targets, layers: { ...state.ask.layers, [model]: layers }, fusion });
+  ask({ ...(modelNamed(model) ? { models: [model] } : {}), methods, targets, layers: { ...state.ask.layers, [model]: layers }, interventions: { ...state.ask.interventions, [model]: interventions }, fusion, valueRange });
   show();
 }
 

@@ -2,6 +2,7 @@
 import { choice, debounced, download, fileButton, fill, h, labelled, say } from "../dom.js";
 import { receiptText } from "../lib/receipt.js";
 import { asCurl, asPython, renderingOf } from "../lib/snippets.js";
+import { methodName } from "../lib/words.js";
 import { changed, link, on, requestFor, state } from "../state.js";
 import { api } from "../server.js";
 import { titleOf } from "./cell.js";
@@ -53,15 +54,17 @@ function savingOf(cell) {
 
 function fileName({ source, explanation }) {
   const stem = (source.name || "photo").replace(/\.[^.]*$/, "");
-  return [stem, explanation.method, explanation.layer].filter(Boolean).join(".").replace(/[^\w.-]+/g, "_");
+  return [stem, methodName(explanation), explanation.layer].filter(Boolean).join(".").replace(/[^\w.-]+/g, "_");
 }
 
 function showCode() {
   const [model] = state.ask.models;
   if (!model) return;
   const cell = current();
-  const rendering = renderingOf(cell ? styleOf(cell) : state.style, state.view);
-  const request = { ...requestFor(model), maxPredictions: undefined, rendering };
+  const asked = requestFor(model);
+  const { bands, window } = asked.rendering;
+  const rendering = { ...renderingOf(cell ? styleOf(cell) : state.style, state.view), bands, window };
+  const request = { ...asked, maxPredictions: undefined, rendering };
   const options = { photo: state.photo?.name || "photo.jpg", token: api.token !== "" };
   const base = location.href.split("#")[0].replace(/\/[^/]*$/, "");
   const python = asPython(request, { ...options, address: `${location.hostname}:50051` });
