@@ -72,6 +72,29 @@ def test_wrapped_network_has_the_layers_and_maps_of_the_plain_one(plain, wrapped
     assert changes(before, state_of(module)) == []
 
 
+class Doubled(nn.Module):
+    """Network around another one, whose attributes it passes on."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        children = self.__dict__["_modules"]
+        return children[name] if name in children else getattr(children["inner"], name)
+
+    def forward(self, images):
+        return 2 * self.inner(images)
+
+
+def test_module_around_a_compiled_network_is_kept():
+    model, plain = (models.load(spec_of(Doubled(each))) for each in (torch.compile(network()), network()))
+
+    assert list(model.info.layers) == list(plain.info.layers)
+    assert "inner.last" in model.info.layers
+    assert np.array_equal(*(maps(each, noise(0, 32), "inner.last")["gradcam"] for each in (model, plain)))
+
+
 class Uncopyable(nn.Module):
     """Network that cannot be copied."""
 

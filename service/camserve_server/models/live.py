@@ -21,13 +21,15 @@ def unwrap(module: nn.Module) -> nn.Module:
 
     Hooks do not run in a compiled network, and a wrapper adds its own attribute to the names of all layers.
     """
-    while True:
+    while isinstance(module, nn.Module):
         wrapper = isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel)
-        # The class of compiled networks is not imported for this: torch._dynamo takes seconds.
-        inner = getattr(module, "module" if wrapper else "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return module
+        # The class of compiled networks is not imported for this: torch._dynamo takes seconds. A child is looked for,
+        # and no attribute, because a user's module may pass on those of another one.
+        inner = dict(module.named_children()).get("module" if wrapper else "_orig_mod")
+        if inner is None:
+            break
         module = inner
+    return module
 
 
 def unwrap_children(module: nn.Module) -> nn.Module:
