@@ -79,6 +79,35 @@ async def test_features_have_channels_maps_and_tiles(client: Any, server: Any) -
     assert (result.photo.width, result.photo.height) == (6, 4)
 
 
+async def test_features_without_a_score_have_no_target(client: Any, server: Any) -> None:
+    whole = server.extraction
+
+    def embedding(request: Any) -> Any:
+        response = whole(request)
+        response.ClearField("target")
+        return response
+
+    server.extraction = embedding
+    result = await client.features(b"\x07", rank="pca")
+
+    assert (result.target, result.rank) == (None, "pca")
+    assert result._repr_html_().endswith("<small>components: 2, of 8 channels</small></figcaption></figure>")
+
+
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [
+        ("gradient", "2 of 8 channels · tabby"),
+        ("factors", "concepts: 2, in 8 channels · tabby"),
+        ("heads", "2 of 8 heads"),
+    ],
+)
+async def test_notebook_says_what_the_rank_shows(client: Any, rank: str, words: str) -> None:
+    html = (await client.features(b"\x07", rank=rank))._repr_html_()
+
+    assert f"<small>{words}</small>" in html
+
+
 async def test_error_for_a_missing_part_names_the_option(client: Any, tmp_path: Any) -> None:
     result = await client.features(b"\x07", maps=False, picture=None)
 
@@ -258,3 +287,66 @@ def test_features_command_writes_tiles_or_raw_maps(run: Any, server: Any, photo:
     assert json.loads(raw.stdout)[0] == expected
     assert [call.request.raw for call in server.calls] == [False, True]
     assert np.load(tmp_path / "f.npy").shape == (2, 1, 2)
+
+
+def with_basis(whole: Any) -> Any:
+    """Return a function that adds a basis of one component, and shares and classes of the channels, to responses."""
+
+    def respond(request: Any) -> Any:
+        response, ones = whole(request), np.ones(8, "<f4").tobytes()
+        response.basis.CopyFrom(explain_pb2.FeatureBasis(mean=ones, vectors=ones, shares=ones[:4], ranges=ones[:8]))
+        response.channels[0].share = 0.75
+        response.channels[0].nearest.add(label="tabby", class_index=7)
+        return response
+
+    return respond
+
+
+async def test_features_many_fits_all_photos_and_sends_the_basis_with_the_others(client: Any, server: Any) -> None:
+    server.extraction = with_basis(server.extraction)
+    results = await client.features_many([b"\x01", b"\x02", b"\x03"], layer="stem", foreground=True)
+    first, *others = [call.request for call in server.calls]
+
+    assert [each.rank for each in results] == ["pca"] * 3
+    assert (first.image, list(first.fit_images), first.HasField("basis")) == (b"\x01", [b"\x02", b"\x03"], False)
+    assert [each.image for each in others] == [b"\x02", b"\x03"]
+    assert all(each.HasField("basis") and not each.fit_images for each in others)
+    assert all(
+        (each.rank, each.layer, each.foreground, each.HasField("top")) == (3, "stem", True, False)
+        for each in [first, *others]
+    )
+    np.testing.assert_array_equal(results[0].basis.vectors, np.ones((1, 8)))
+
+
+async def test_features_many_without_photos_or_with_a_basis_is_not_sent(client: Any, server: Any) -> None:
+    with pytest.raises(camserve.InvalidArgument, match="images"):
+        await client.features_many([])
+    server.extraction = with_basis(server.extraction)
+    basis = (await client.features(b"\x01", rank="pca")).basis
+    with pytest.raises(camserve.InvalidArgument, match="basis"):
+        await client.features_many([b"\x01"], basis=basis)
+
+    assert len(server.calls) == 1
+
+
+def test_features_command_fits_further_photos(run: Any, server: Any, photo: Any, tmp_path: Any) -> None:
+    other = tmp_path / "dog.jpg"
+    other.write_bytes(b"\xff\xd8\xff\x08")
+    done = run("features", photo, "--rank", "pca", "--fit", other, "--foreground", "-o", tmp_path / "f.png")
+    asked = server.calls[0].request
+
+    assert done.exit_code == 0, done.output
+    assert (asked.rank, asked.HasField("top"), list(asked.fit_images)) == (3, False, [other.read_bytes()])
+    assert asked.foreground
+    assert {"component", "share"} <= set(done.stdout.split())
+
+
+def test_features_command_prints_concepts_and_heads(run: Any, server: Any, photo: Any, tmp_path: Any) -> None:
+    server.extraction = with_basis(server.extraction)
+    concepts = run("features", photo, "--rank", "factors", "--top", 5, "-o", tmp_path / "f.png")
+    heads = run("features", photo, "--rank", "heads", "--layer", "stem", "-o", tmp_path / "f.npy")
+
+    assert [(call.request.rank, call.request.top) for call in server.calls] == [(4, 5), (5, 0)]
+    assert {"concept", "share", "nearest", "75.0%", "tabby"} <= set(concepts.stdout.split())
+    assert {"head", "share", "75.0%"} <= set(heads.stdout.split())
+    assert "nearest" not in heads.stdout

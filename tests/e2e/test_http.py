@@ -18,6 +18,7 @@ from support import PHOTOS, serving
 
 ROOT = Path(__file__).parents[2]
 SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
+FEATURES = "/camserve.v1.ExplainService/ExtractFeatures"
 IMAGE = base64.b64encode(PHOTOS["chelsea"].read_bytes()).decode()
 
 
@@ -55,6 +56,20 @@ def test_curl_explains_many_photos(url):
 
     assert sorted(reply["requestId"] for reply in replies) == ["0", "1", "2", "3"]
     assert all(reply["response"]["predictions"] for reply in replies)
+
+
+def test_components_over_json_are_the_same_again_in_their_basis(url):
+    port = int(url.rpartition(":")[2])
+    body = {"image": IMAGE, "layer": "features.1", "rank": "CHANNEL_RANK_PCA", "top": 2, "raw": True}
+    first = post(port, FEATURES, {**body, "fitImages": [IMAGE], "foreground": True}).json
+    again = post(port, FEATURES, {**body, "basis": first["basis"]}).json
+    concepts = post(port, FEATURES, {**body, "rank": "CHANNEL_RANK_FACTORS"}).json
+    refused = post(port, FEATURES, {**body, "rank": "CHANNEL_RANK_HEADS"})
+
+    assert len(base64.b64decode(first["maps"])) == 4 * 2 * first["gridHeight"] * first["gridWidth"]
+    assert (again["maps"], again["basis"]) == (first["maps"], first["basis"])
+    assert sum(each["share"] for each in concepts["channels"]) == pytest.approx(1)
+    assert (refused.status, refused.json["code"]) == (400, "failed_precondition")
 
 
 def buf(url, path, message, folder):

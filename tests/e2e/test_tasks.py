@@ -227,3 +227,14 @@ def test_target_that_does_not_fit_model_or_photo_is_refused(client, photo, model
 
 def test_models_are_listed_with_their_task(client):
     assert [model.task for model in client.models()] == ["segment", "detect", "embed", "segment", "detect", "classify"]
+
+
+@pytest.mark.parametrize("rank", ["pca", "factors"])
+def test_components_of_an_embedding_have_no_target_and_no_score(client, photo, rank):
+    plain = client.features(photo, model="pooled", rank=rank)
+
+    assert (plain.target, plain.contrast, plain.score, plain.predictions) == (None, None, 0, ())
+    assert not any(channel.gradient_weight or channel.nearest for channel in plain.channels)
+    assert len(plain.maps) == 3
+    with pytest.raises(camserve.FailedPrecondition, match="no score to differentiate"):
+        client.features(photo, model="pooled", rank="gradient")

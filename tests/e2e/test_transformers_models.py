@@ -73,6 +73,17 @@ def test_its_layers_and_features_are_inspected(family, client):
     assert all(np.isfinite(channel.gradient_weight) for channel in features.channels)
 
 
+@pytest.mark.parametrize("family", ["yolos", "segformer"])
+def test_its_components_and_concepts_are_drawn(family, client):
+    components = client.features(PHOTOS["coffee"], model=family, rank="pca", fit=[PHOTOS["chelsea"]])
+    concepts = client.features(PHOTOS["coffee"], model=family, rank="factors", top=2)
+
+    assert components.image.size == (600, 400)
+    assert np.isfinite(components.maps).all()
+    assert sum(channel.share for channel in concepts.channels) == pytest.approx(1)
+    assert not any(channel.nearest for channel in concepts.channels)
+
+
 @pytest.mark.parametrize("family", [*DETECTORS, "instances"])
 def test_object_is_named_by_its_class_and_box(family, client):
     predictions = client.explain(PHOTOS["chelsea"], model=family, max_predictions=100).predictions

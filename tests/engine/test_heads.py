@@ -1,14 +1,16 @@
-"""Heads of one attention, compared with the weights that the model itself computes."""
+"""Heads of one attention, compared with the weights that the model computes itself, and softmax(QKᵀ/√d) by hand."""
 
 import numpy as np
 import pytest
 import torch
 
+import needs
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.values import Row
 from camserve_server.models import load, parse
 from camserve_server.targets.values import RankTarget
-from methods.tools import FACTOR, FLOOR, doubled, gap, inputs, noise, run
+from engine.test_attention import FACTORIES, SIZE, vivid
+from methods.tools import FACTOR, FLOOR, doubled, error_ratio, gap, inputs, noise, run
 
 SPEC = "torchvision:vit_b_16?weights=none&size=32"
 
@@ -52,3 +54,71 @@ def test_last_attention_is_the_default(model):
 def test_layer_without_exactly_one_attention_is_refused(model, layer, words):
     with pytest.raises(FailedPrecondition, match=words):
         run(model, [Row(noise(0, 32), RankTarget(0))], [layer], "heads")
+
+
+def attention_by_hand(module, images, query, key, heads):
+    """Return softmax(QKᵀ/√d) [B,heads,N,N] of an attention, from the outputs of its projections."""
+    kept = []
+    with torch.no_grad():
+        for layer in (query, key):
+            with layer.register_forward_hook(lambda _module, _args, output: kept.append(output)):
+                module(images)
+    if query is key:  # timm projects queries, keys and values in one layer
+        kept = list(kept[0].chunk(3, -1))
+    q, k = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in kept[:2])
+    return (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(-1)
+
+
+def test_neighbours_in_a_batch_never_change_heads(model):
+    rows = [[Row(noise(seed, 32), RankTarget(0)) for seed in seeds] for seeds in ((0, 1), (0, 2))]
+    (mine, other), (same, another) = (run(model, each, [], "heads") for each in rows)
+
+    assert np.array_equal(mine.features[0], same.features[0])
+    assert not np.array_equal(other.features[0], another.features[0])
+
+
+READ = {
+    "class token": lambda matrix: matrix[:, :, 0, 1:],
+    "distilled": lambda matrix: matrix[:, :, 0, 2:],
+    "registers": lambda matrix: matrix[:, :, 0, 5:],
+    "registers, mean of patches": lambda matrix: matrix[:, :, 4:, 4:].mean(2),
+    "mean of patches": lambda matrix: matrix.mean(2),
+}
+"""For each model, the part of the attention [B,heads,N,N] that its heads are: [B,heads,16]."""
+
+
+@pytest.mark.parametrize("name", READ)
+def test_heads_of_timm_equal_the_attention_by_hand(plant, name):
+    model = plant(lambda: vivid(FACTORIES[name][0]()), size=SIZE)
+    (found,) = run(model, [Row(noise(4, SIZE), RankTarget(0))], ["blocks.1"], "heads")
+    plain, truth = (
+        READ[name](attention_by_hand(module, seen, *[module.blocks[1].attn.qkv] * 2, 2)).unflatten(-1, (4, 4))[0]
+        for module in (model.module, doubled(model.module))
+        for seen in [inputs(model, noise(4, SIZE)).to(next(module.parameters()))]
+    )
+
+    assert found.features[0].shape == (2, 4, 4)
+    assert error_ratio(found.features[0], plain, truth) <= 1
+
+
+@pytest.mark.parametrize("registers", [0, 3])
+def test_heads_of_transformers_equal_the_attention_by_hand(plant, registers):
+    hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+    kind, config, options = (
+        (hf.Dinov2WithRegistersForImageClassification, hf.Dinov2WithRegistersConfig, {"num_register_tokens": registers})
+        if registers
+        else (hf.ViTForImageClassification, hf.ViTConfig, {"intermediate_size": 64})
+    )
+    model = plant(lambda: vivid(kind(config(**sizes, **options, num_labels=5))), size=32)
+    (found,) = run(model, [Row(noise(4, 32), RankTarget(0))], [], "heads")
+
+    def by_hand(module):
+        projections = dict(module.get_submodule(found.layer).named_children())
+        query, key = (projections.get(new) or projections[old] for new, old in (("q_proj", "query"), ("k_proj", "key")))
+        seen = inputs(model, noise(4, 32)).to(next(module.parameters()))
+        matrix = attention_by_hand(module, seen, query, key, 4)
+        return matrix[0, :, 0, 1 + registers :].unflatten(-1, (4, 4))
+
+    assert found.features[0].shape == (4, 4, 4)
+    assert error_ratio(found.features[0], by_hand(model.module), by_hand(doubled(model.module))) <= 1

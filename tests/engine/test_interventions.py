@@ -15,6 +15,7 @@ from torchvision.models.resnet import BasicBlock
 
 from camserve_server.core.errors import FailedPrecondition, InvalidArgument
 from camserve_server.engine import Engine, cam
+from camserve_server.engine.inspection import measure
 from camserve_server.engine.values import Row
 from camserve_server.methods import cams
 from camserve_server.methods.values import Edit
@@ -187,6 +188,17 @@ def test_cut_gradient_equals_a_backward_hook_to_the_bit(model, places, channels)
         np.testing.assert_array_equal(heatmap, expected(model, image, [change], explained, axis, 0)[1])
     earlier = Intervention(before, "clip_gradient", minimum=-1e-9, maximum=1e-9)
     np.testing.assert_array_equal(gradcam(model, image, [earlier], explained)[1], unchanged[1])
+
+
+def test_mean_is_taken_over_a_grid_that_the_score_does_not_read(loaded):
+    model, last = loaded(tokens), "encoder.layers.encoder_layer_3"
+    change, outputs = Intervention(last, "replace_mean", FEW), []
+    with model.module.get_submodule(last).register_forward_hook(lambda *call: outputs.append(call[2])):
+        model.module(inputs(model, noise(1, SIZE)).contiguous())
+    (result,) = compute(model, [Row(noise(1, SIZE), ClassTarget(CLASS))], [change], [last], "inspect")
+
+    assert (model.info.layers[last].layout, model.info.layers[last].grid.prefix) == (None, 1)
+    assert result.readings[0].activation == measure(by_hand(outputs[0], change, 2, 1))
 
 
 def test_changes_apply_in_their_order(model, places):

@@ -281,6 +281,22 @@ def test_size_option_scales_the_shorter_and_the_longer_side(folders):
     assert replace(info.preprocess.resize, shortest=96, longest=160) == models.KeepAspect(96, 160)
 
 
+def test_heads_are_of_the_last_attention_to_the_patches_not_to_the_objects(folders, loaded):
+    """The 12 objects would fit a grid of 3 by 4, and the photo's grid is 3 by 5."""
+    model = loaded("detr")
+    image = fitted(model, photo("chelsea"))
+    (result,) = run(model, image, [Row(image, RankTarget(0))], "heads")
+    expected = []
+    for precision in (torch.float32, torch.float64):
+        seen = normalise(torch.from_numpy(image[None].copy()), model.info.preprocess).to(precision)
+        with torch.no_grad():
+            output = transformers_model(folders["detr"], precision)(pixel_values=seen, output_attentions=True)
+        expected.append(output.encoder_attentions[-1][0].mean(1).reshape(4, 3, 5))
+
+    assert result.layer == "model.encoder.layers.1.self_attn"
+    assert error_ratio(result.features[0], *expected) <= 1
+
+
 PROCESSORS = ("Detr", "ConditionalDetr", "DeformableDetr", "RTDetr", "RfDetr", "Yolos")
 
 

@@ -1,21 +1,29 @@
 """Layer inspection by a server: statistics of layers, ranked channels, their picture, and refusals."""
 
+import asyncio
+import copy
 import io
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
 import pytest
+import torch
 from google.rpc import error_details_pb2, status_pb2
 from PIL import Image
+from pytorch_grad_cam import DeepFeatureFactorization
+from pytorch_grad_cam.utils.image import scale_cam_image
 
+import camserve
 from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
+from camserve_server import Explainer
 from camserve_server.api import codec
 from camserve_server.core.limits import Limits
-from camserve_server.imaging import render, tiles
+from camserve_server.imaging import images, render, tiles
 from camserve_server.serving import channels
 from camserve_server.serving.requests import FeaturesRequest
-from support import PHOTOS, rows_waiting, serving, wait_until
+from methods.tools import doubled, error_ratio, inputs
+from support import PHOTOS, jpeg, rows_waiting, serving, wait_until
 
 SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
 PHOTO = PHOTOS["chelsea"].read_bytes()
@@ -132,15 +140,22 @@ def test_response_has_the_callers_request_id(stub, rpc):
     assert dict(call.trailing_metadata())["x-request-id"] == "call-7"
 
 
-def test_inspections_share_a_batch_and_explanations_run_between_them(served, stub, inspect, monkeypatch):
-    batcher, batches = served.pipeline.batcher, []
-    plain = batcher._workers[0].run
+@pytest.fixture
+def batches(served, monkeypatch):
+    """Kind and number of rows of each batch."""
+    found, worker = [], served.pipeline.batcher._workers[0]
+    plain = worker.run
 
     def noted(pass_, rows):
-        batches.append((pass_.kind, len(rows)))
+        found.append((pass_.kind, len(rows)))
         return plain(pass_, rows)
 
-    monkeypatch.setattr(batcher._workers[0], "run", noted)
+    monkeypatch.setattr(worker, "run", noted)
+    return found
+
+
+def test_inspections_share_a_batch_and_explanations_run_between_them(served, stub, inspect, batches):
+    batcher = served.pipeline.batcher
     served.do(batcher.pause)
     with ThreadPoolExecutor(4) as pool:
         try:
@@ -431,3 +446,139 @@ def test_invalid_decomposition_is_refused_with_the_name_of_its_field(extract, fi
 
 def test_heads_of_a_model_without_attention_are_refused(extract):
     assert refusal(extract, rank=5)[:2] == ("FAILED_PRECONDITION", "layer")
+
+
+def test_concepts_and_their_labels_equal_those_of_pytorch_grad_cam(extract, lite0):
+    reply = extract(model="efficientnet_lite0", rank=4, top=3)
+    photo = np.asarray(Image.open(io.BytesIO(PHOTO)).convert("RGB"))
+    seen = inputs(lite0, images.fit(photo, lite0.info.preprocess)[0])
+    strengths, labels = [], []
+    for module, dtype in ((copy.deepcopy(lite0.module), torch.float32), (doubled(lite0.module), torch.float64)):
+        classify = module.classifier.to(torch.float32)  # pytorch-grad-cam's concepts are always float32
+        module.classifier = torch.nn.Identity()
+        with torch.no_grad():
+            _, (explanations,), outputs = DeepFeatureFactorization(
+                module, module.bn2, computation_on_concepts=classify
+            )(seen.to(dtype), 3)
+        strengths.append(explanations)
+        labels.append(outputs.argmax(1))
+    found = scale_cam_image(maps(reply), (224, 224))
+    order = [int(np.abs(strengths[1] - each).mean((1, 2)).argmin()) for each in found]
+
+    assert sorted(order) == [0, 1, 2]
+    assert error_ratio(found, strengths[0][order], strengths[1][order]) <= 1
+    assert [each.nearest[0].class_index for each in reply.channels] == [labels[1][k] for k in order]
+
+
+RED_AND_GREEN = np.zeros((48, 48, 3), np.uint8)
+RED_AND_GREEN[:, :36, 0] = RED_AND_GREEN[:, 36:, 1] = 255
+
+
+def test_nearest_class_of_a_planted_concept_is_its_own():
+    """Three quarters of the photo are red, the rest is green; each class is the mean brightness of its own colour."""
+    colours, classes = torch.nn.Conv2d(3, 3, 1, bias=False), torch.nn.Linear(3, 3, bias=False)
+    with torch.no_grad():
+        colours.weight.copy_(torch.eye(3)[..., None, None])
+        classes.weight.copy_(5 * torch.eye(3)[[2, 0, 1]])
+    net = torch.nn.Sequential(colours, torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), classes)
+    labels = ("blue things", "red things", "green things")
+    options = {"size": 48, "crop": "whole", "mean": (0, 0, 0), "std": (1, 1, 1), "labels": labels}
+    with Explainer(net, **options) as explainer:
+        found = explainer.features(RED_AND_GREEN, rank="factors", top=2, layer="1")
+        first, mirrored = explainer.features_many([RED_AND_GREEN, RED_AND_GREEN[:, ::-1]], layer="1", top=1)
+
+    assert [each.nearest[0].label for each in found.channels] == ["red things", "green things"]
+    assert [each.share for each in found.channels] == pytest.approx([0.75, 0.25], abs=1e-4)
+    assert [each.nearest[0].score for each in found.channels] == pytest.approx([5, 5], rel=1e-4)
+    assert found.maps[0, :, :36].min() > 100 * found.maps[0, :, 36:].max()
+    assert np.array_equal(first.maps[:, :, ::-1], mirrored.maps)
+    assert len(np.unique(first.maps)) == 2
+
+
+@pytest.mark.parametrize("rank", [3, 4], ids=["components", "factors"])
+def test_neighbours_in_a_batch_never_change_components_or_factors(served, extract, rank, batches):
+    def beside(neighbour, **fields):
+        served.do(served.pipeline.batcher.pause)
+        with ThreadPoolExecutor(2) as pool:
+            try:
+                mine = pool.submit(extract, layer=GRID, rank=rank, **fields)
+                wait_until(lambda: rows_waiting(served) == 1 + len(fields.get("fit_images", ())))
+                rows = rows_waiting(served)
+                pool.submit(extract, layer=GRID, rank=rank, image=PHOTOS[neighbour].read_bytes())
+                wait_until(lambda: rows_waiting(served) == rows + 1)
+            finally:
+                served.do(served.pipeline.batcher.resume)
+        return mine.result(60)
+
+    further = {"fit_images": [PHOTOS["flower"].read_bytes()], "foreground": True} if rank == 3 else {}
+    one, other = (beside(neighbour, **further) for neighbour in ("coffee", "astronaut"))
+
+    assert [each for each in batches if each[0] == "features"] == [("features", 3 if further else 2)] * 2
+    assert one.maps == other.maps
+    assert one.channels == other.channels
+    assert one.basis == other.basis
+
+
+async def test_photos_of_features_many_have_one_basis_in_both_clients(served):
+    photos = [PHOTOS[name] for name in ("chelsea", "coffee", "flower")]
+    options = {"layer": GRID, "top": 4, "picture": None}
+    async with camserve.AsyncClient(served.address) as client:
+        found = await client.features_many(photos, **options)
+        whole = [await client.features(photo, layer=GRID, top=256) for photo in photos]
+    with camserve.Client(served.address) as client:
+        same = await asyncio.to_thread(client.features_many, photos, **options)
+    basis = found[0].basis
+    for each, other, raw in zip(found, same, whole, strict=True):
+        cells = raw.maps[np.argsort([channel.index for channel in raw.channels])].reshape(16, -1).T
+        plain, truth = ((cells.astype(kind) - basis.mean) @ basis.vectors.T.astype(kind) for kind in ("f4", "f8"))
+
+        assert (each.rank, each.maps.shape) == ("pca", (4, *each.grid))
+        assert np.array_equal(each.basis.vectors, basis.vectors)
+        assert np.array_equal(each.maps, other.maps)
+        assert error_ratio(each.maps.reshape(4, -1).T, plain, truth) <= 1
+
+
+def basis_of(count, channels=16, **fields):
+    sizes = {"mean": channels, "vectors": count * channels, "shares": count, "ranges": 2 * count}
+    given = {name: np.ones(size, "<f4").tobytes() for name, size in sizes.items()}
+    return {"rank": 3, "layer": GRID, "basis": explain_pb2.FeatureBasis(**given | fields)}
+
+
+LARGE_GRID = {"model": "efficientnet_lite0", "layer": "blocks.1.0.conv_pw", "raw": False, "picture": 1}
+TINY = jpeg(np.zeros((8, 8, 3), np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        (
+            {**LARGE_GRID, "rank": 3, "fit_images": [TINY] * 15},
+            "layer",
+            "200,704 cells of 96 channels are more than 8,388,608",
+        ),
+        ({**LARGE_GRID, "rank": 4, "top": 32}, "layer", "12,544 cells of 96 channels are more than 1,048,576 values"),
+        ({"rank": 3, "top": 257}, "top", "1 to 256"),
+        (basis_of(257), "basis.vectors", "expected 16 for each of 1 to 256 components"),
+        (basis_of(2, 15), "basis.vectors", "expected 16 for each"),
+        (basis_of(2, mean=b"1234"), "basis.mean", "has 4 bytes, and 64 are expected"),
+        (basis_of(2, ranges=b""), "basis.ranges", "16 are expected"),
+        (basis_of(2, shares=np.full(2, np.nan, "<f4").tobytes()), "basis.shares", "not finite"),
+        (basis_of(2, background_mean=bytes(64)), "basis.background_vector", "64 are expected"),
+        ({**basis_of(2), "fit_images": [TINY]}, "fit_images", "no further photos are used"),
+        ({**basis_of(2), "foreground": True}, "foreground", "computed with the background"),
+    ],
+)
+def test_decomposition_that_is_too_large_or_in_no_basis_is_refused(served, extract, fields, field, words):
+    rows = served.pipeline.batcher.stats.rows
+    code, named, message = refusal(extract, **fields)
+
+    assert (code, named) == ("INVALID_ARGUMENT", field)
+    assert words in message
+    assert (served.pipeline.batcher.stats.rows, served.pipeline.batcher.admitted) == (rows, 0)
+
+
+def test_largest_basis_is_accepted(extract):
+    reply = extract(**basis_of(256))
+
+    assert len(reply.channels) == 256
+    assert (maps(reply) == maps(reply)[0]).all()

@@ -97,7 +97,7 @@ def test_neighbours_with_other_interventions_never_change_an_answer(net, monkeyp
             with lock:
                 batches.append((pass_.interventions, len(rows)))
                 if len(batches) == 1:
-                    wait_until(lambda: batcher.waiting == REQUESTS - 1)
+                    wait_until(lambda: batcher.waiting == REQUESTS - len(rows))
             return run(engine, pass_, rows)
 
         def explain(number):

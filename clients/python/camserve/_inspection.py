@@ -13,12 +13,20 @@ from camserve.terminal import printable
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
 
     import numpy as np
     from numpy.typing import NDArray
     from PIL import Image
 
     from camserve._result import Prediction, Timing
+
+_SHOWN: Mapping[str, str] = {
+    "pca": "components: {shown}, of {count} channels",
+    "factors": "concepts: {shown}, in {count} channels",
+    "heads": "{shown} of {count} heads",
+}
+"""What a result shows in a notebook, by rank."""
 
 HEADINGS = ("layer", "type", "output", "mean", "std", "min", "max", "zeros", "norm", "gradient", "")
 
@@ -221,15 +229,16 @@ class Features:
         channel_count: Number of channels of the layer, or of attention heads.
         grid: Rows and columns of the layer's grid.
         model: Name of the model.
-        target: The class whose score was differentiated.
+        target: The class whose score was differentiated; None for a model that returns an embedding and no target.
         contrast: For a contrast, the class against it, else None.
-        score: The score: a logit, or for a contrast the difference of two.
+        score: The score: a logit, or for a contrast the difference of two; 0 without a target.
         photo: Geometry of the photo.
         request_id: Id of the request in the server's log.
         timing: Duration of each stage of the request.
         predictions: The model's first predictions, up to five, with the interventions of the request.
         unchanged_predictions: Those without interventions; empty for a request without any.
         basis: The principal components, to project other photos on; None for other ranks.
+        rank: The option ``rank`` of the request.
     """
 
     channels: tuple[Channel, ...]
@@ -239,7 +248,7 @@ class Features:
     channel_count: int
     grid: tuple[int, int]
     model: str
-    target: Prediction
+    target: Prediction | None
     contrast: Prediction | None
     score: float
     photo: Photo
@@ -248,6 +257,7 @@ class Features:
     predictions: tuple[Prediction, ...] = ()
     unchanged_predictions: tuple[Prediction, ...] = ()
     basis: FeatureBasis | None = field(default=None, repr=False)
+    rank: str = "activation"
 
     @property
     def image(self) -> Image.Image:
@@ -281,7 +291,11 @@ class Features:
         return self.picture
 
     def _repr_html_(self) -> str:
-        note = f"{len(self.channels)} of {self.channel_count} channels · {_target_name(self.target, self.contrast)}"
+        note = _SHOWN.get(self.rank, "{shown} of {count} channels").format(
+            shown=len(self.channels), count=self.channel_count
+        )
+        if self.target and self.rank != "heads":
+            note += f" · {_target_name(self.target, self.contrast)}"
         return _html.figure(self.picture, f"{self.model} · {self.layer}", note, width="none")
 
 

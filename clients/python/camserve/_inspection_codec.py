@@ -234,8 +234,12 @@ def _decode_statistics(message: explain_pb2.Statistics) -> Statistics:
     return Statistics(**{field.name: getattr(message, field.name) for field in fields(Statistics)})
 
 
-def features(message: explain_pb2.ExtractFeaturesResponse) -> Features:
+def features(message: explain_pb2.ExtractFeaturesResponse, options: FeaturesOptions) -> Features:
     """Decode a response with channels.
+
+    Args:
+        message: The response.
+        options: The options of the request.
 
     Raises:
         Internal: The raw maps do not have the declared number of values.
@@ -259,7 +263,7 @@ def features(message: explain_pb2.ExtractFeaturesResponse) -> Features:
         channel_count=message.channel_count,
         grid=(message.grid_height, message.grid_width),
         model=message.model,
-        target=common.predictions[0],
+        target=common.predictions[0] if message.HasField("target") else None,
         contrast=common.predictions[1] if message.HasField("contrast") else None,
         score=message.score,
         photo=common.photo,
@@ -268,6 +272,7 @@ def features(message: explain_pb2.ExtractFeaturesResponse) -> Features:
         predictions=common.predictions[2:],
         unchanged_predictions=common.unchanged_predictions,
         basis=_decode_basis(message.basis) if message.HasField("basis") else None,
+        rank=options.get("rank", "activation"),
     )
 
 

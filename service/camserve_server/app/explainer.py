@@ -22,6 +22,7 @@ from camserve_server.core.errors import ConfigError, ServiceError, did_you_mean
 from camserve_server.imaging import inputs
 from camserve_server.models import ModelSpec, Source, TextTower, parse, search_current_folder, spec_of_network
 from camserve_server.models.heads import Output
+from camserve_server.models.live import unwrap
 from camserve_server.models.source import IMAGENET_MEAN, IMAGENET_STD
 from camserve_server.models.values import DeclaredTask
 
@@ -169,7 +170,7 @@ def _spec_of(network: nn.Module, options: NetworkOptions) -> ModelSpec:
     task = options.get("task") or ("embed" if text else None)
     source = Source(network, preprocess, labels, task, options.get("output"), text)
     accelerate = options.get("accelerate", True)
-    return replace(spec_of_network(type(network).__name__, source, shared=True), accelerate=accelerate)
+    return replace(spec_of_network(type(unwrap(network)).__name__, source, shared=True), accelerate=accelerate)
 
 
 def _spec(text: str) -> ModelSpec:

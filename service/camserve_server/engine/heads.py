@@ -12,22 +12,26 @@ from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.attention import AttentionCapture, token_grids
 from camserve_server.engine.batch import find_unique_inputs, forward, in_row_order, make_inputs, score_passes
 from camserve_server.engine.values import Row, RowResult
+from camserve_server.imaging.values import KeepAspect
 from camserve_server.models import LoadedModel
+from camserve_server.models.hooks import first_tensor
 from camserve_server.models.values import Layout, ModelInfo, Pass
 
 
 def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]:
     """Run one batch: one forward pass. The features of a row are its heads [heads,h,w].
 
-    The attention is that of the pass's layer, or the last one. It is read in the row of the first token, if there are
-    tokens before the patches: the class token. Otherwise it is the mean over all queries.
+    The attention is that of the pass's layer, or the last one. Of a model with a class token, it is read in the row of
+    that token, which is the first. Otherwise it is the mean over the patches as queries; or over all queries, if these
+    are other tokens than the keys.
     """
+    has_class_token = _has_class_token(model.module)
     unique = find_unique_inputs(rows)
     results: dict[int, RowResult] = {}
     with torch.no_grad(), _record_heads(model, "".join(pass_.layers)) as recorder:
         outputs = forward(model, make_inputs(model.info, unique.rows))
         recorded, layout = recorder.last(len(unique.rows))
-        heads = _maps(recorded.matrix, layout)
+        heads = _maps(recorded.matrix, layout, has_class_token=has_class_token)
         for backward, _ in score_passes(outputs, unique, rows):
             pass_results, (maps,) = backward.fetch([heads[backward.at]])
             for position, index in enumerate(backward.rows):
@@ -36,11 +40,26 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     return in_row_order(results)
 
 
-def _maps(matrix: Tensor, layout: Layout) -> Tensor:
+def _has_class_token(module: nn.Module) -> bool:
+    """Return whether the first token of a model is its class token, if it has tokens before the patches.
+
+    It is not if these are registers alone. The names of parameters tell: registers are "reg_token" in timm and
+    "register_tokens" in transformers; class tokens are "cls_token", "class_token" or "class_embedding".
+    """
+    names = [name.rpartition(".")[2] for name, _ in module.named_parameters()]
+    return any(name.startswith(("cls", "class")) for name in names) or not any(name.startswith("reg") for name in names)
+
+
+def _maps(matrix: Tensor, layout: Layout, *, has_class_token: bool) -> Tensor:
     """Return the attention [B,heads,h,w] to the patches from a matrix [B,heads,queries,keys]."""
-    from_class_token = layout.prefix and matrix.shape[-2] == matrix.shape[-1]
-    shares = matrix[:, :, 0] if from_class_token else matrix.mean(2)
-    return shares[..., layout.prefix :].reshape(*shares.shape[:2], layout.height, layout.width).float()
+    patches = slice(layout.prefix, layout.prefix + layout.height * layout.width)
+    if matrix.shape[-2] != matrix.shape[-1]:
+        shares = matrix.mean(2)
+    elif layout.prefix and has_class_token:
+        shares = matrix[:, :, 0]
+    else:
+        shares = matrix[:, :, patches].mean(2)
+    return shares[..., patches].reshape(*shares.shape[:2], layout.height, layout.width).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +79,13 @@ class _HeadRecorder(AttentionCapture):
 
     Attributes:
         running: names of the modules that run, the outermost first.
+        tokens: the numbers of tokens that layers with a grid returned.
     """
 
     def __init__(self, info: ModelInfo, layer: str) -> None:
         super().__init__()
         self.running: list[str] = []
+        self.tokens: set[int] = set()
         self._info = info
         self._layer = layer
         self._recorded: list[_Recorded] = []
@@ -74,6 +95,12 @@ class _HeadRecorder(AttentionCapture):
         self.running.append(name)
         if name == self._layer:
             self._recorded.clear()
+
+    def leave(self, output: Any) -> None:
+        """Record that a module ends."""
+        layer, tensor = self._info.layers.get(self.running.pop()), first_tensor(output)
+        if layer and layer.layout and layer.layout.axes == "tokens" and tensor is not None:
+            self.tokens.add(tensor.shape[1])
 
     def _on_attention(self, matrix: Tensor) -> Tensor:
         self._last = matrix
@@ -88,6 +115,10 @@ class _HeadRecorder(AttentionCapture):
     def _layout(self, heads: Tensor) -> Layout | None:
         """Return the layout of the image's grid among the keys of an attention."""
         keys = heads.shape[-1]
+        # Of inputs that keep a photo's proportions, the grid is known to a row and a column: the tokens of objects may
+        # fit one too. Layers with a grid have run before, and tell the number of its tokens.
+        if isinstance(self._info.preprocess.resize, KeepAspect) and keys not in self.tokens:
+            return None
         return token_grids(self._info, keys).get(keys)
 
     def last(self, images: int) -> tuple[_Recorded, Layout]:
@@ -117,8 +148,8 @@ def _record_heads(model: LoadedModel, layer: str) -> Iterator[_HeadRecorder]:
     """Record the attention of a layer inside the block, or the last one without a layer."""
     recorder = _HeadRecorder(model.info, layer)
 
-    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-        recorder.running.pop()
+    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+        recorder.leave(output)
 
     with ExitStack() as stack:
         for name, module in model.module.named_modules():

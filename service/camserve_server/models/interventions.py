@@ -49,7 +49,7 @@ def intervene(model: LoadedModel, interventions: Sequence[Intervention]) -> Iter
         FailedPrecondition: a layer did not run, or a change does not fit its tensor.
     """
     hooks = [
-        _Hook(each, model.info.layers[each.layer].layout, f"interventions[{index}]")
+        _Hook(each, model.info.layers[each.layer].grid, f"interventions[{index}]")
         for index, each in enumerate(interventions)
     ]
     with ExitStack() as stack:

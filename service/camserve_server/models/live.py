@@ -16,6 +16,30 @@ from torch import Tensor, nn
 from camserve_server.core.errors import ConfigError
 
 
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the network inside `DataParallel`, `DistributedDataParallel` or `torch.compile`; any other one as it is.
+
+    Hooks do not run in a compiled network, and a wrapper adds its own attribute to the names of all layers.
+    """
+    while isinstance(module, nn.Module):
+        wrapper = isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel)
+        # The class of compiled networks is not imported for this: torch._dynamo takes seconds. A child is looked for,
+        # and no attribute, because a user's module may pass on those of another one.
+        inner = dict(module.named_children()).get("module" if wrapper else "_orig_mod")
+        if inner is None:
+            break
+        module = inner
+    return module
+
+
+def unwrap_children(module: nn.Module) -> nn.Module:
+    """Replace each wrapper in a network by what it wraps, in place, and return the network."""
+    for name, child in reversed([*module.named_modules(remove_duplicate=False)]):  # inner wrappers come later
+        if name and (plain := unwrap(child)) is not child:
+            module.set_submodule(name, plain)
+    return module
+
+
 def alias(tensor: Tensor) -> Tensor:
     """Return a parameter without gradient that shares memory with this parameter; copy a buffer.
 

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import logging
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,9 @@ VECTOR_TASKS = ("classify", "multilabel", "regress")
 
 WRAPPERS = ("model.", "module.", "_orig_mod.")
 """Prefixes that training tools add to the name of every weight."""
+
+PART_WRAPPER = re.compile(r"\.(module|_orig_mod)(?=\.)")
+"""What they add to the names of weights in a part of the network."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -318,9 +322,10 @@ def _read_weights(spec: ModelSpec, module: nn.Module) -> str:
 
 
 def _without_prefix(state: Mapping[str, Tensor], module: nn.Module) -> tuple[Mapping[str, Tensor], str]:
-    """Return the weights by the module's own names, and the prefix that was removed from the names.
+    """Return the weights by the module's own names, and the prefix that was removed from all names.
 
-    Lightning saves a network as its attribute "model.", DataParallel as "module.", torch.compile as "_orig_mod.".
+    Lightning saves a network as its attribute "model.", DataParallel as "module.", torch.compile as "_orig_mod.". The
+    last two may also be around a part of the network, such as "features.module.0.weight".
     """
     names, removed = module.state_dict().keys(), ""
     while state and names.isdisjoint(state):
@@ -328,7 +333,7 @@ def _without_prefix(state: Mapping[str, Tensor], module: nn.Module) -> tuple[Map
         if prefix not in WRAPPERS or not all(name.startswith(prefix) for name in state):
             break
         state, removed = {name.removeprefix(prefix): tensor for name, tensor in state.items()}, removed + prefix
-    return state, removed
+    return {name if name in names else PART_WRAPPER.sub("", name): state[name] for name in state}, removed
 
 
 def _check_folder_weights(spec: ModelSpec, module: nn.Module) -> None:

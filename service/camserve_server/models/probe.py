@@ -342,9 +342,10 @@ def _describe(
     """
     output = outputs[-1]
     layout, reason = (None, grid_or_reason) if isinstance(grid_or_reason, str) else (grid_or_reason, "")
+    unread = None
     unused = feeds_heads and (gradient is None or not gradient.any())
     if layout and not unused and not _has_gradient(gradient, layout):
-        layout, reason = None, ZERO_GRADIENT
+        unread, layout, reason = layout, None, ZERO_GRADIENT
     return LayerInfo(
         name=name,
         type=type(module).__name__,
@@ -353,6 +354,7 @@ def _describe(
         calls=len(outputs),
         layout=layout,
         reason=reason,
+        unread=unread,
     )
 
 

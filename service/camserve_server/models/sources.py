@@ -30,13 +30,16 @@ def build(spec: ModelSpec) -> Source:
         ConfigError: the source has no such model, or its weights cannot be fetched or read.
     """
     source = _build(spec)
+    is_callers_own = spec.live is not None and source.module is spec.live.module
+    if not is_callers_own:
+        source = replace(source, module=live.unwrap_children(source.module))
     declared = spec.task or source.task
     output = heads.output_of(spec.output or source.output)
     if declared == "binary":
         output = heads.composed(output, heads.two_classes)
     if output is None:
         return replace(source, task=declared)
-    if spec.live is not None and source.module is spec.live.module:
+    if is_callers_own:
         raise ConfigError(f"{spec.origin} cannot be copied, so output= cannot be used: return the logits from forward")
     task = None if declared == "binary" else declared
     return replace(source, module=live.with_output(source.module, output), task=task)
@@ -91,6 +94,7 @@ def spec_of_network(name: str, network: nn.Module | Source, *, shared: bool = Fa
         raise ConfigError(
             f'model "{name}" is of type {type(source.module).__name__}: give a torch.nn.Module or a Source'
         )
+    source = replace(source, module=live.unwrap(source.module))
     return ModelSpec(name, "live", type(source.module).__name__, live=source, shared=shared)
 
 
@@ -157,7 +161,7 @@ def _as_source(spec: ModelSpec, result: Any) -> Source:
             f"{spec.origin} made TorchScript, a program whose layers cannot be hooked: return the torch.nn.Module "
             "that it was made from, and give the program's state_dict() as weights=PATH"
         )
-    return replace(source, labels=tuple(source.labels))
+    return replace(source, module=live.unwrap(source.module), labels=tuple(source.labels))
 
 
 def search_current_folder(spec: ModelSpec) -> None:

@@ -120,6 +120,7 @@ class LayerInfo:
         calls: the number of its calls in a forward pass; the last call is captured.
         layout: the position of its grid; None if it cannot be explained.
         reason: the reason why it cannot be explained; empty if it can.
+        unread: the position of its grid, if the score does not depend on it.
     """
 
     name: str
@@ -129,24 +130,31 @@ class LayerInfo:
     calls: int
     layout: Layout | None
     reason: str = ""
+    unread: Layout | None = None
+
+    @property
+    def grid(self) -> Layout | None:
+        """The position of its grid, also of one that cannot be explained; None without one."""
+        return self.layout or self.unread
 
     @property
     def channel_axis(self) -> int | None:
         """The axis of the channels in its output; None if no axis is known."""
-        return channel_axis(len(self.shape), self.layout)
+        return channel_axis(len(self.shape), self.grid)
 
     def scaled(self, size: tuple[int, int], to: tuple[int, int]) -> "LayerInfo":
         """Return the description for inputs of another height and width; see `Layout.scaled`."""
-        if self.layout is None:
+        if self.grid is None:
             return self
-        layout = self.layout.scaled(size, to)
+        layout = self.grid.scaled(size, to)
         grid, batch, channels = (layout.height, layout.width), self.shape[:1], self.shape[-1:]
         by_axes = {
             "nchw": (*self.shape[:2], *grid),
             "nhwc": (*batch, *grid, *channels),
             "tokens": (*batch, layout.tokens, *channels),
         }
-        return replace(self, layout=layout, shape=by_axes[layout.axes])
+        shape = by_axes[layout.axes]
+        return replace(self, shape=shape, layout=layout) if self.layout else replace(self, shape=shape, unread=layout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,7 @@ def _titles(request: FeaturesRequest, photo: Observed, shown: int) -> tuple[str,
     """Return the two lines above the picture: the model and layer, and the number and rank of the channels."""
     count, height, width = photo.maps.shape
     words: Mapping[Rank, Callable[[], str]] = {
-        "factors": lambda: f"{shown} concepts in {count} channels, {height}×{width}, by share",
+        "factors": lambda: f"{shown} concept{'s' * (shown > 1)} in {count} channels, {height}×{width}, by share",
         "heads": lambda: f"{shown} of {count} heads, {height}×{width}, and the {HEAD_WORDS}",
         "gradient": lambda: f"{shown} of {count} channels, {height}×{width}, by gradient weight{_explained(photo)}",
     }

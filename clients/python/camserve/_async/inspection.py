@@ -64,9 +64,8 @@ class InspectionCalls(Calls):
         request = await transport.run_blocking(
             lambda: _inspection_codec.features_request(self._file_of(image), options, self._file_of)
         )
-        return _inspection_codec.features(
-            await self._call(lambda stubs: stubs.explain.ExtractFeatures, request, timeout)
-        )
+        response = await self._call(lambda stubs: stubs.explain.ExtractFeatures, request, timeout)
+        return _inspection_codec.features(response, options)
 
     async def features_many(
         self,

@@ -61,7 +61,8 @@ class InspectionCalls(Calls):
         request = transport.run_blocking(
             lambda: _inspection_codec.features_request(self.file_of(image), options, self.file_of)
         )
-        return _inspection_codec.features(self._call(lambda stubs: stubs.explain.ExtractFeatures, request, timeout))
+        response = self._call(lambda stubs: stubs.explain.ExtractFeatures, request, timeout)
+        return _inspection_codec.features(response, options)
 
     def features_many(
         self,

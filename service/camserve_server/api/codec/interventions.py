@@ -32,7 +32,7 @@ def _read(message: explain_pb2.Intervention, model: ModelInfo, field: str) -> In
     intervention = Intervention(message.layer, change, tuple(message.channels), message.input, **numbers)
     if len(set(intervention.channels)) < len(intervention.channels):
         raise InvalidArgument("a channel is named twice", field=f"{field}.channels")
-    if change == "replace_mean" and layer.layout is None:
+    if change == "replace_mean" and layer.grid is None:
         reason = f'layer "{layer.name}" has no grid to take the mean over: {layer.reason}'
         raise FailedPrecondition(reason, field=f"{field}.replace_mean")
     if not message.input:
