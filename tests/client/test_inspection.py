@@ -304,7 +304,8 @@ def with_basis(whole: Any) -> Any:
 
 async def test_features_many_fits_all_photos_and_sends_the_basis_with_the_others(client: Any, server: Any) -> None:
     server.extraction = with_basis(server.extraction)
-    results = await client.features_many([b"\x01", b"\x02", b"\x03"], layer="stem", foreground=True)
+    photos = (bytes([photo]) for photo in (1, 2, 3))
+    results = await client.features_many(photos, layer="stem", foreground=True)
     first, *others = [call.request for call in server.calls]
 
     assert [each.rank for each in results] == ["pca"] * 3
@@ -321,6 +322,8 @@ async def test_features_many_fits_all_photos_and_sends_the_basis_with_the_others
 async def test_features_many_without_photos_or_with_a_basis_is_not_sent(client: Any, server: Any) -> None:
     with pytest.raises(camserve.InvalidArgument, match="images"):
         await client.features_many([])
+    with pytest.raises(camserve.InvalidArgument, match="features_many takes several images; features takes one"):
+        await client.features_many("cat.jpg")
     server.extraction = with_basis(server.extraction)
     basis = (await client.features(b"\x01", rank="pca")).basis
     with pytest.raises(camserve.InvalidArgument, match="basis"):

@@ -344,12 +344,12 @@ def _own_question(
     return own_question, image
 
 
-def refuse_single_image(images: T) -> T:
-    """Return the images, unless they are one image: a path would be read letter by letter.
+def refuse_single_image(images: T, call: str = "explain_many", single: str = "explain") -> T:
+    """Return the images of a call, unless they are one image: a path would be read letter by letter.
 
     Raises:
         InvalidArgument: It is one image.
     """
     if isinstance(images, str | bytes | os.PathLike | Image.Image | Mapping):
-        raise InvalidArgument("explain_many takes several images; explain takes one")
+        raise InvalidArgument(f"{call} takes several images; {single} takes one")
     return images

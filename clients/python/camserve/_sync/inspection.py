@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from camserve import _codec, _inspection_codec
+from camserve import _codec, _inspection_codec, _stream
 from camserve import _transport_sync as transport
 from camserve._sync.connection import Calls
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
     from typing import Unpack
 
     from camserve._inspection import Features, Inspection
@@ -66,7 +66,7 @@ class InspectionCalls(Calls):
 
     def features_many(
         self,
-        images: Sequence[_codec.ImageLike],
+        images: Iterable[_codec.ImageLike],
         *,
         timeout: float | None = None,
         **options: Unpack[_inspection_codec.FeaturesOptions],
@@ -87,8 +87,9 @@ class InspectionCalls(Calls):
         Raises:
             CamserveError: The subclass gives the reason.
         """
-        first_options = _inspection_codec.shared_options(images, options)
-        first = self.features(images[0], timeout=timeout, **first_options)
+        photos = tuple(_stream.refuse_single_image(images, "features_many", "features"))
+        first_options = _inspection_codec.shared_options(photos, options)
+        first = self.features(photos[0], timeout=timeout, **first_options)
         own_options = _inspection_codec.basis_options(first, options)
-        others = [self.features(image, timeout=timeout, **own_options) for image in images[1:]]
+        others = [self.features(image, timeout=timeout, **own_options) for image in photos[1:]]
         return (first, *others)
