@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PROTO_VENV := .venv-protos
 RAY_VENV := .venv-ray
 YOLO_VENV := .venv-yolo
+DOCS_VENV := .venv-docs
 PROTO_BIN := $(PROTO_VENV)/bin
 TRITON_VENV := .venv-triton
 TRITON_NEEDS := tests/e2e/requirements-triton.txt
@@ -17,7 +18,7 @@ BASE ?= origin/main
 MINUTES ?= 10
 TIMES ?= 3
 
-.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo soak check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision
+.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo soak check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision docs
 
 setup: $(VENV)/.done  ## create the .venv with all dependencies
 
@@ -157,7 +158,7 @@ check: lint types contracts proto-check sync-check  ## run all static checks
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs protos service clients tests examples benchmarks tools
+	$(BIN)/codespell --skip docs/_build README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs protos service clients tests examples benchmarks tools
 	$(BIN)/hadolint service/Dockerfile
 
 types: setup
@@ -185,6 +186,15 @@ proto-check: setup $(PROTO_VENV)/.done
 
 sync-check: setup
 	$(BIN)/python tools/generate_sync.py --check
+
+# The site needs no torch: docs/conf.py replaces it. So its venv takes seconds to install.
+$(DOCS_VENV)/.done: pyproject.toml constraints.txt docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -r docs/requirements.txt -e .
+	touch $@
+
+docs: $(DOCS_VENV)/.done  ## build the site of the documentation into docs/_build/html, strictly: less than a minute
+	$(DOCS_VENV)/bin/python -m sphinx -q -W --keep-going -n docs docs/_build/html
 
 gallery: setup  ## write docs/methods.md and docs/gallery.md: some minutes
 	$(BIN)/python docs/generate/gallery.py
@@ -221,4 +231,4 @@ bench-gpu: setup  ## run the benchmarks on a GPU, offline, and write benchmarks/
 	$(BIN)/python -m benchmarks.gpu --out benchmarks/GPU.md
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) $(TRITON_VENV) $(RAY_VENV) $(YOLO_VENV) clients/node/node_modules out dist .coverage* .mypy_cache .ruff_cache .pytest_cache .protocheck
+	rm -rf $(VENV) $(PROTO_VENV) $(TRITON_VENV) $(RAY_VENV) $(YOLO_VENV) $(DOCS_VENV) docs/_build clients/node/node_modules out dist .coverage* .mypy_cache .ruff_cache .pytest_cache .protocheck

@@ -136,6 +136,14 @@ def test_link_leads_to_a_file_and_a_heading(path, target):
     assert not heading or heading in anchors(linked)
 
 
+def test_api_pages_list_every_public_name():
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
+    listed = re.findall(r"^\.\. auto\w+:: (camserve|camserve_server)\.(\w+)$", pages, re.MULTILINE)
+    public = [(module.__name__, name) for module in (camserve, camserve_server) for name in module.__all__]
+
+    assert sorted(listed) == sorted(public)
+
+
 @pytest.fixture(scope="module")
 def embedded():
     with serving(models=("efficientnet_lite0",)) as served:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class AsyncClient(ExplanationCalls, InspectionCalls, EvaluationCalls, ModelCalls):
     """Asynchronous client of a camserve server, for use in one event loop.
 
-    Example:
+    Example::
+
         async with camserve.AsyncClient("localhost:50051") as client:
             result = await client.explain("cat.jpg", methods=["gradcam"])
             async for result in client.explain_many(["cat.jpg", "dog.jpg"]):

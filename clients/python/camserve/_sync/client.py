@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class Client(ExplanationCalls, InspectionCalls, EvaluationCalls, ModelCalls):
     """Client of a camserve server. Threads may share it.
 
-    Example:
+    Example::
+
         with camserve.Client("localhost:50051") as client:
             result = client.explain("cat.jpg", methods=["gradcam"])
             for result in client.explain_many(["cat.jpg", "dog.jpg"]):
