@@ -6,8 +6,9 @@ import re
 import sys
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
+from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.ext.autodoc._dynamic._mock import _MockObject
 from sphinx.ext.napoleon import GoogleDocstring
@@ -43,6 +44,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_build", "decisions/README.md"]
+smartquotes = False  # --flag is no dash
 nitpicky = True
 nitpick_ignore = [("py:class", "PhotoSource")]  # the type of a field that only notebooks use
 
@@ -72,10 +74,12 @@ autodoc_mock_imports = [
     "uvloop",
 ]
 # Modules of the server are imported with these replaced, and some write unions such as `str | torch.device`.
-_MockObject.__or__ = _MockObject.__ror__ = lambda self, _other: self
+_MockObject.__or__ = lambda self, other: Union[self, other]  # noqa: UP007 -- this is what `|` calls
+_MockObject.__ror__ = lambda self, other: Union[other, self]  # noqa: UP007 -- the same
 
 html_theme = "furo"
 html_title = "camserve"
+html_copy_source = False  # it has no links that work
 copybutton_exclude = ".linenos, .gp, .go"
 
 PACKAGES = ("camserve", "camserve_server", "camserve_server.models", "camserve_server.core.errors")
@@ -84,7 +88,7 @@ PACKAGES = ("camserve", "camserve_server", "camserve_server.models", "camserve_s
 ABBREVIATED = {"Image": "PIL.Image", "NDArray": "numpy.typing.NDArray", "Path": "pathlib.Path", "np": "numpy"}
 """First part of a name in an annotation that is not evaluated, and what it stands for."""
 
-LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
+LINK = re.compile(r"(?P<text>\[[^\[\]]*)?\]\((?P<path>[^)\s#:]+)(?=[)#])")
 
 
 def inventory(name: str) -> str:
@@ -111,18 +115,24 @@ intersphinx_mapping = {
 
 
 def with_links_of_the_site(text: str, folder: Path) -> str:
-    """Rewrite the links of a Markdown text in this folder, which are those of the repository, to those of the site."""
+    """Rewrite the links of a Markdown text in this folder, which are those of the repository, to those of the site.
+
+    If the text of a link is the path of a page, it becomes the title of the page.
+    """
 
     def rewritten(link: re.Match[str]) -> str:
-        path = Path(os.path.normpath(folder / link[1]))
-        if link[1].startswith("/") or not path.exists():
-            return link[1]
+        path = Path(os.path.normpath(folder / link["path"]))
+        if link["path"].startswith("/") or not path.exists():
+            return link[0]
         name = path.relative_to(ROOT).as_posix()
+        text = link["text"] or ""
         if name in INCLUDED:
-            return INCLUDED[name]
-        if path.is_relative_to(DOCS) and path.suffix in {".md", ".jpg", ".png", ".svg"}:
-            return "/" + path.relative_to(DOCS).as_posix()
-        return f"{REPOSITORY}/{'tree' if path.is_dir() else 'blob'}/main/{name}"
+            target = INCLUDED[name]
+        elif path.is_relative_to(DOCS) and path.suffix in {".md", ".jpg", ".png", ".svg"}:
+            target = "/" + path.relative_to(DOCS).as_posix()
+        else:
+            return f"{text}]({REPOSITORY}/{'tree' if path.is_dir() else 'blob'}/main/{name}"
+        return f"{'[' if text[1:] in {name, link['path']} else text}]({target}"
 
     return LINK.sub(rewritten, text)
 
@@ -159,9 +169,20 @@ def document_property(app: Sphinx, what: str, name: str, value: Any, options: An
         lines[:] = ["..", "", *GoogleDocstring(lines, app.config, app, "method", name, value, options).lines()]
 
 
+def mend_texts(_app: Sphinx, page: nodes.document) -> None:
+    """Write dashes before descriptions, and turn addresses of mail into text: NAME@HOST in a command's help is none."""
+    for text in list(page.findall(nodes.Text)):
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(" – "))
+    for link in list(page.findall(nodes.reference)):
+        if link.get("refuri", "").startswith("mailto:"):
+            link.parent.replace(link, nodes.Text(link.astext()))
+
+
 def setup(app: Sphinx) -> None:
     """Connect the functions above to the events of a build."""
     app.connect("source-read", rewrite_page)
     app.connect("include-read", rewrite_included)
     app.connect("autodoc-process-docstring", document_property, priority=400)  # before napoleon's
+    app.connect("doctree-read", mend_texts)
     app.connect("missing-reference", public_name, priority=400)  # before intersphinx
