@@ -48,7 +48,6 @@ smartquotes = False  # --flag is no dash
 nitpicky = True
 nitpick_ignore = [("py:class", "PhotoSource")]  # the type of a field that only notebooks use
 
-myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
 # A name in single backquotes in a docstring is code, as in Markdown.
