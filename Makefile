@@ -159,7 +159,7 @@ fuzz: setup  ## send 5,000 mutants of images and of messages to a server; SEED=N
 
 $(DIST_VENV)/.done: constraints.txt
 	$(PYTHON) -m venv $(DIST_VENV)
-	$(DIST_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt build hatchling
+	$(DIST_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt build hatchling uv==0.13.9
 	touch $@
 
 # The second build is of what is committed, in another folder and with other file permissions.
@@ -173,6 +173,11 @@ dist: $(DIST_VENV)/.done  ## build the wheel and the source distribution into di
 	cd .distcheck/dist && sha256sum --check --strict ../../dist/SHA256SUMS || \
 	  { echo "two builds differ: commit or remove the files that 'git status' shows"; exit 1; }
 	rm -rf .distcheck
+
+# For all systems and processors that have wheels. The versions are those of constraints.txt.
+lock: $(DIST_VENV)/.done  ## write service/requirements.lock: the image's packages with the hashes of their files
+	$(DIST_VENV)/bin/uv pip compile -q --universal --python-version 3.11 --generate-hashes --custom-compile-command "make lock" \
+	  -c constraints.txt --extra server --extra otel -o service/requirements.lock pyproject.toml
 
 check: lint types contracts proto-check sync-check  ## run all static checks
 
