@@ -6,6 +6,7 @@ PROTO_VENV := .venv-protos
 RAY_VENV := .venv-ray
 YOLO_VENV := .venv-yolo
 DOCS_VENV := .venv-docs
+DIST_VENV := .venv-dist
 PROTO_BIN := $(PROTO_VENV)/bin
 TRITON_VENV := .venv-triton
 TRITON_NEEDS := tests/e2e/requirements-triton.txt
@@ -16,9 +17,10 @@ OPEN_INFERENCE := camserve_server/api/oip/v2/inference.proto
 BASE ?= origin/main
 
 MINUTES ?= 10
+SEED ?= 0
 TIMES ?= 3
 
-.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo soak check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision docs
+.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo soak fuzz dist lock check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision docs
 
 setup: $(VENV)/.done  ## create the .venv with all dependencies
 
@@ -153,6 +155,31 @@ test-yolo: $(YOLO_VENV)/.done  ## compare examples/yolo.py with Ultralytics, in 
 soak: setup  ## load a server to saturation for MINUTES=10, and check its responses and resources
 	cd tests && ../$(BIN)/python -m robustness.soak --minutes $(MINUTES)
 
+fuzz: setup  ## send 5,000 mutants of images and of messages to a server; SEED=N changes which
+	FUZZ_SEED=$(SEED) $(BIN)/python -m pytest tests/robustness/test_fuzz.py
+
+$(DIST_VENV)/.done: constraints.txt
+	$(PYTHON) -m venv $(DIST_VENV)
+	$(DIST_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt build hatchling uv==0.13.9
+	touch $@
+
+# The second build is of what is committed, in another folder and with other file permissions.
+dist: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
+dist: $(DIST_VENV)/.done  ## build the wheel and the source distribution into dist/, twice, and compare the bytes
+	rm -rf dist .distcheck && mkdir .distcheck
+	git archive HEAD | tar -x -C .distcheck
+	$(DIST_VENV)/bin/python -m build --no-isolation --outdir dist .
+	umask 077 && $(DIST_VENV)/bin/python -m build --no-isolation --outdir .distcheck/dist .distcheck
+	cd dist && sha256sum *.whl *.tar.gz > SHA256SUMS
+	cd .distcheck/dist && sha256sum --check --strict ../../dist/SHA256SUMS || \
+	  { echo "two builds differ: commit or remove the files that 'git status' shows"; exit 1; }
+	rm -rf .distcheck
+
+# For all systems and processors that have wheels. The versions are those of constraints.txt.
+lock: $(DIST_VENV)/.done  ## write service/requirements.lock: the image's packages with the hashes of their files
+	$(DIST_VENV)/bin/uv pip compile -q --universal --python-version 3.11 --generate-hashes --custom-compile-command "make lock" \
+	  -c constraints.txt --extra server --extra otel -o service/requirements.lock pyproject.toml
+
 check: lint types contracts proto-check sync-check  ## run all static checks
 
 lint: setup
@@ -231,4 +258,4 @@ bench-gpu: setup  ## run the benchmarks on a GPU, offline, and write benchmarks/
 	$(BIN)/python -m benchmarks.gpu --out benchmarks/GPU.md
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) $(TRITON_VENV) $(RAY_VENV) $(YOLO_VENV) $(DOCS_VENV) docs/_build clients/node/node_modules out dist .coverage* .mypy_cache .ruff_cache .pytest_cache .protocheck
+	rm -rf $(VENV) $(PROTO_VENV) $(TRITON_VENV) $(RAY_VENV) $(YOLO_VENV) $(DOCS_VENV) $(DIST_VENV) docs/_build clients/node/node_modules out dist .coverage* .mypy_cache .ruff_cache .pytest_cache .protocheck .distcheck

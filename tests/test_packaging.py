@@ -1,6 +1,7 @@
 """The published wheel works with only its own dependencies installed, and the source distribution is complete."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -147,3 +148,48 @@ def test_server_without_extras_names_the_missing_one(installed, arguments):
     assert result.stderr.startswith("error: no module ")
     assert result.stderr.endswith('the server needs `pip install "camserve[server]"`\n')
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_second_build_elsewhere_has_the_same_bytes(built, tmp_path):
+    """The second build is of the source distribution, in another folder, with other file times and permissions."""
+    (source,) = built.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    for path in folder.rglob("*"):
+        path.chmod(path.stat().st_mode & 0o700)
+        os.utime(path, (10**9, 10**9))
+    result = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", folder, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+    names = {path.name for path in built.iterdir()}
+    assert {path.name for path in (tmp_path / "dist").iterdir()} == names
+    for name in names:
+        assert (tmp_path / "dist" / name).read_bytes() == (built / name).read_bytes(), name
+
+
+ENTRY = re.compile(r"^([\w.-]+)==(\S+)(?: ; ([^\n]*))? \\\n(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+", re.MULTILINE)
+
+
+def test_lock_file_has_hashes_for_the_pinned_versions_of_all_needs():
+    lock = (ROOT / "service/requirements.lock").read_text(encoding="utf-8")
+    entries = [match.groups() for match in ENTRY.finditer(lock)]
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {canonical(name): version for name, _, version in (line.partition("==") for line in pins)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    needs = [*project["dependencies"], *extras["server"], *extras["otel"]]
+
+    assert len(entries) == len(re.findall(r"^[^\s#]", lock, re.MULTILINE)), "an entry has no hash"
+    assert {canonical(re.match(r"[\w.-]+", need)[0]) for need in needs} <= {name for name, *_ in entries}, (
+        "run 'make lock'"
+    )
+    for name, version, marker in entries:  # packages of other systems have no pin
+        assert pinned.get(name, version) == version, "run 'make lock'"
+        assert name in pinned or "sys_platform" in marker, f"add {name} to constraints.txt"
+
+
+def canonical(name):
+    """Return the name of a package as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -164,7 +164,9 @@ def open_server():
 def main(count_images, count_messages, *faults):
     torch.set_num_threads(1)
     logging.getLogger("camserve_server").addHandler(logging.NullHandler())
-    pictures, messages = list(mutations.images(count_images)), list(mutations.messages(count_messages))
+    seed = int(os.environ.get("FUZZ_SEED", "0"))
+    pictures = list(mutations.images(count_images, seed + 1))
+    messages = list(mutations.messages(count_messages, seed + 2))
     kept_images, kept_messages = corpus()
     with (
         open_server() as served,
