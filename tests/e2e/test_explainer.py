@@ -355,6 +355,7 @@ for owner, names in (
 ):
     for name in names.split():
         delattr(owner, name)
+os.process_cpu_count = os.cpu_count  # of Python 3.13, which has other ways without sched_getaffinity
 """
 
 

@@ -67,8 +67,22 @@ class Authority:
             .not_valid_before(now - 60 * DAY)
             .not_valid_after(now + days * DAY)
             .add_extension(extension, critical=True)
+            # Clients of Python 3.13 and later require these (ssl.VERIFY_X509_STRICT).
+            .add_extension(_usage(signs=subject == self._name), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
             .sign(self._key, hashes.SHA256())
         )
+
+
+def _usage(*, signs):
+    """Return the uses of an authority's key, or of another one."""
+    uses = dict.fromkeys(
+        ("content_commitment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only"), False
+    )
+    return x509.KeyUsage(
+        digital_signature=not signs, key_encipherment=not signs, key_cert_sign=signs, crl_sign=signs, **uses
+    )
 
 
 def _host(name):
