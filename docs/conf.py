@@ -169,7 +169,7 @@ def document_property(app: Sphinx, what: str, name: str, value: Any, options: An
 
 
 def mend_texts(_app: Sphinx, page: nodes.document) -> None:
-    """Write dashes before descriptions, and turn addresses of mail into text: NAME@HOST in a command's help is none."""
+    """Write dashes before descriptions, and turn mail links into text: NAME@HOST in a help text is no address."""
     for text in list(page.findall(nodes.Text)):
         if text == " -- ":
             text.parent.replace(text, nodes.Text(" – "))

@@ -67,7 +67,7 @@ function renamed(value, rename) {
   return Object.fromEntries(Object.entries(value).map(([key, part]) => [rename(key), renamed(part, rename)]));
 }
 
-const snakeName = (name) => name.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`);
+export const snakeName = (name) => name.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`);
 const camelName = (name) => name.replace(/_([a-z])/g, (_, letter) => letter.toUpperCase());
 
 function heatmapOf({ height = 0, width = 0, data = "" }) {

@@ -1,4 +1,5 @@
 /** A request as a Python call of the SDK, and as a curl command of the HTTP/JSON API. */
+import { snakeName } from "./receipt.js";
 
 const OPEN = "photo.jpg";
 const OTHER = "other.jpg"; // the photo of a similarity
@@ -68,8 +69,7 @@ export function pythonIntervention({ layer, channels = [], input, ...change }) {
   const [[kind, value]] = Object.entries(change); // the API's JSON has nothing else
   const named = { scale: { factor: value }, clamp: value, clipGradient: { limit: value } }[kind] ?? {};
   const parts = Object.entries({ ...named, ...(channels.length && { channels }) }).map(([name, part]) => `${name}=${pythonValue(part)}`);
-  const call = kind.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`);
-  return `camserve.${call}(${[pythonString(layer), ...parts, ...(input ? ["input=True"] : [])].join(", ")})`;
+  return `camserve.${snakeName(kind)}(${[pythonString(layer), ...parts, ...(input ? ["input=True"] : [])].join(", ")})`;
 }
 
 /** Return the server's Rendering of a drawing style; the view says if regions are shown. */

@@ -124,8 +124,8 @@ function paint(context, values) {
   const { width, height } = context.canvas;
   const image = context.createImageData(width, height);
   const colours = levels("viridis");
-  const low = Math.min(...values);
-  const range = Math.max(...values) - low || 1;
+  const low = values.reduce((least, value) => Math.min(least, value)); // a call cannot take all values of a large grid
+  const range = values.reduce((most, value) => Math.max(most, value)) - low || 1;
   new Uint32Array(image.data.buffer).set(Array.from(values, (value) => colours[Math.round((255 * (value - low)) / range)]));
   context.putImageData(image, 0, 0);
 }
