@@ -7,7 +7,6 @@ import zlib
 
 import numpy as np
 import pytest
-import tifffile
 import torch
 from PIL import Image, ImageOps
 from torchvision.transforms.v2 import InterpolationMode, functional
@@ -18,6 +17,7 @@ from camserve_server.core.limits import Limits
 from camserve_server.imaging import channels, images
 from camserve_server.imaging.values import Preprocess
 from methods.tools import error_ratio
+from robustness.raster_files import by_pillow, npy, tiff
 
 LIMITS = Limits()
 SIZE = (33, 47)
@@ -28,24 +28,6 @@ def array(dtype, count=0):
     noise = np.random.default_rng(count).random((*SIZE, count) if count else SIZE)
     top = {"uint8": 255.99, "uint16": 65535.99, "float32": 3}[dtype]
     return (noise * top).astype(dtype)
-
-
-def tiff(values, **options):
-    file = io.BytesIO()
-    tifffile.imwrite(file, values, **{"photometric": "minisblack", **options})
-    return file.getvalue()
-
-
-def saved(values, kind, **options):
-    file = io.BytesIO()
-    Image.fromarray(values).save(file, kind, **options)
-    return file.getvalue()
-
-
-def npy(values):
-    file = io.BytesIO()
-    np.save(file, values)
-    return file.getvalue()
 
 
 LAYOUTS = {
@@ -87,7 +69,7 @@ def test_tiff_keeps_every_value_of_every_channel(dtype, layout):
 @pytest.mark.parametrize(("dtype", "count"), [("uint8", 0), ("uint8", 3), ("uint16", 0), ("float32", 0)])
 def test_tiff_of_pillow_keeps_every_value(dtype, count, compression):
     values = array(dtype, count)
-    found = images.decode(saved(values, "TIFF", compression=compression), LIMITS, count or 1)
+    found = images.decode(by_pillow(values, "TIFF", compression=compression), LIMITS, count or 1)
 
     assert np.array_equal(found, values.reshape(*SIZE, -1))
 
@@ -96,7 +78,7 @@ def test_tiff_of_pillow_keeps_every_value(dtype, count, compression):
 def test_orientation_of_a_tiff_is_applied_as_by_pillow(orientation):
     exif = Image.Exif()
     exif[274] = orientation
-    file = saved(array("uint16"), "TIFF", exif=exif)
+    file = by_pillow(array("uint16"), "TIFF", exif=exif)
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(file))))
 
     assert np.array_equal(images.decode(file, LIMITS, 1)[:, :, 0], expected)
@@ -121,7 +103,7 @@ def test_npy_keeps_every_value_of_every_channel(dtype):
 
 def test_grey_png_keeps_16_bits_for_a_model_of_one_channel():
     values = array("uint16")
-    file = saved(values, "PNG")
+    file = by_pillow(values, "PNG")
 
     assert np.array_equal(images.decode(file, LIMITS, 1)[:, :, 0], values)
     assert np.array_equal(images.decode(file, LIMITS), np.repeat((values >> 8).astype(np.uint8)[:, :, None], 3, 2))
@@ -130,7 +112,7 @@ def test_grey_png_keeps_16_bits_for_a_model_of_one_channel():
 def test_photo_in_colour_becomes_grey_as_by_pillow():
     values = array("uint8", 3)
 
-    found = images.decode(saved(values, "PNG"), LIMITS, 1)
+    found = images.decode(by_pillow(values, "PNG"), LIMITS, 1)
 
     assert np.array_equal(found[:, :, 0], np.asarray(Image.fromarray(values).convert("L")))
 
@@ -189,7 +171,7 @@ REFUSED = {
         "the image has 4 channels, and the model takes 12",
     ),
     "one channel": (tiff(array("uint8")), 12, "the image has 1 channel, and the model takes 12"),
-    "photo": (saved(array("uint8", 3), "PNG"), 12, "takes 12: send a TIFF or NPY file with these channels"),
+    "photo": (by_pillow(array("uint8", 3), "PNG"), 12, "takes 12: send a TIFF or NPY file with these channels"),
     "colours": (npy(array("uint8", 3)), 1, "the image has 3 channels, and the model takes 1"),
     "nan": (npy(with_nan()), 12, "the image has pixels that are NaN or infinite"),
     "nan in a TIFF": (tiff(with_nan(), planarconfig="contig"), 12, "pixels that are NaN or infinite"),
@@ -212,7 +194,7 @@ REFUSED = {
         "truncated or broken",
     ),
     "orientation of another type": (
-        saved(array("uint8"), "TIFF", exif={274: 3}).replace(b"\x12\x01\x03\0", b"\x12\x01\x0c\0"),
+        by_pillow(array("uint8"), "TIFF", exif={274: 3}).replace(b"\x12\x01\x03\0", b"\x12\x01\x0c\0"),
         1,
         "broken",
     ),

@@ -48,19 +48,19 @@ def _array(dtype, *channels):
     return (noise * {"uint8": 255, "uint16": 65535, "float32": 1}[dtype]).astype(dtype)
 
 
-def _tiff(values, **options):
+def tiff(values, **options):
     file = io.BytesIO()
     tifffile.imwrite(file, values, **{"photometric": "minisblack", "metadata": None, **options})
     return file.getvalue()
 
 
-def _by_pillow(values, form, **options):
+def by_pillow(values, form, **options):
     file = io.BytesIO()
     Image.fromarray(values).save(file, form, **options)
     return file.getvalue()
 
 
-def _npy(values):
+def npy(values):
     file = io.BytesIO()
     np.save(file, values)
     return file.getvalue()
@@ -74,35 +74,35 @@ def files():
     upside_down = Image.Exif()
     upside_down[274] = 3
     return {
-        "grey-strips": _tiff(_array("uint8"), rowsperstrip=4),
-        "grey-deep": _tiff(deep, byteorder=">"),
-        "grey-floats": _tiff(_array("float32"), compression="zlib", rowsperstrip=8),
-        "grey-tiles": _tiff(deep, tile=(16, 16)),
-        "grey-predictor": _tiff(deep, compression="zlib", predictor=2),
-        "grey-white": _tiff(_array("uint8"), photometric="miniswhite"),
-        "grey-lzw": _by_pillow(deep, "TIFF", compression="tiff_lzw", exif=upside_down),
-        "grey-packbits": _by_pillow(_array("uint8"), "TIFF", compression="packbits"),
-        "grey-png": _by_pillow(deep, "PNG"),
-        "grey-npy": _npy(_array("uint8")),
-        "grey-npy-by-columns": _npy(np.asfortranarray(deep)),
-        "grey-npy-of-floats": _npy(_array("float32", 1)),
-        "bands-strips": _tiff(bands["uint8"], rowsperstrip=4, **whole),
-        "bands-planes": _tiff(planes, planarconfig="separate"),
-        "bands-pages": _tiff(np.moveaxis(bands["uint8"], 2, 0)),
-        "bands-tiles": _tiff(bands["float32"], tile=(16, 16), compression="zlib", **whole),
-        "bands-tiled-planes": _tiff(planes, planarconfig="separate", tile=(16, 16)),
-        "bands-npy": _npy(bands["uint8"]),
-        "bands-npy-deep": _npy(bands["uint16"].astype(">u2")),
-        "bands-npy-of-floats": _npy(np.asfortranarray(bands["float32"])),
-        "tiny-tiff": _tiff(_array("uint16", 4), photometric="rgb", extrasamples=["unassalpha"], **whole),
-        "tiny-pages": _tiff(np.stack([_array("uint8")] * 5), compression="zlib"),
-        "tiny-npy": _npy(_array("uint8", 3)),
+        "grey-strips": tiff(_array("uint8"), rowsperstrip=4),
+        "grey-deep": tiff(deep, byteorder=">"),
+        "grey-floats": tiff(_array("float32"), compression="zlib", rowsperstrip=8),
+        "grey-tiles": tiff(deep, tile=(16, 16)),
+        "grey-predictor": tiff(deep, compression="zlib", predictor=2),
+        "grey-white": tiff(_array("uint8"), photometric="miniswhite"),
+        "grey-lzw": by_pillow(deep, "TIFF", compression="tiff_lzw", exif=upside_down),
+        "grey-packbits": by_pillow(_array("uint8"), "TIFF", compression="packbits"),
+        "grey-png": by_pillow(deep, "PNG"),
+        "grey-npy": npy(_array("uint8")),
+        "grey-npy-by-columns": npy(np.asfortranarray(deep)),
+        "grey-npy-of-floats": npy(_array("float32", 1)),
+        "bands-strips": tiff(bands["uint8"], rowsperstrip=4, **whole),
+        "bands-planes": tiff(planes, planarconfig="separate"),
+        "bands-pages": tiff(np.moveaxis(bands["uint8"], 2, 0)),
+        "bands-tiles": tiff(bands["float32"], tile=(16, 16), compression="zlib", **whole),
+        "bands-tiled-planes": tiff(planes, planarconfig="separate", tile=(16, 16)),
+        "bands-npy": npy(bands["uint8"]),
+        "bands-npy-deep": npy(bands["uint16"].astype(">u2")),
+        "bands-npy-of-floats": npy(np.asfortranarray(bands["float32"])),
+        "tiny-tiff": tiff(_array("uint16", 4), photometric="rgb", extrasamples=["unassalpha"], **whole),
+        "tiny-pages": tiff(np.stack([_array("uint8")] * 5), compression="zlib"),
+        "tiny-npy": npy(_array("uint8", 3)),
     }
 
 
 def small_photo():
     """Return a small NPY file of 12 channels."""
-    return _npy(_array("uint16", 12)[:8, :8])
+    return npy(_array("uint16", 12)[:8, :8])
 
 
 def mutate(chance, data):
