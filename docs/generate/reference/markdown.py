@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table. Paragraphs of a cell are on lines of their own."""
+    """Return a table. Lines of a cell stay lines."""
     lines = [headings, ["---"] * len(headings), *([cell(each) for each in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

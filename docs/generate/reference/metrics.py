@@ -45,13 +45,12 @@ def recorded() -> prometheus.PrometheusMetrics:
 def table_of(metrics: Iterable[Metric]) -> str:
     """Return a table of metrics."""
     return table(
-        ("metric", "type", "labels", "unit", "meaning"),
+        ("metric", "type, unit", "labels", "meaning"),
         (
             (
                 code(name_of(metric)),
-                "gauge" if metric.type == "info" else metric.type,
+                type_of(metric),
                 listed(labels_of(metric)),
-                next((unit for unit in UNITS if metric.name.endswith(unit)), ""),
                 metric.documentation,
             )
             for metric in metrics
@@ -62,6 +61,12 @@ def table_of(metrics: Iterable[Metric]) -> str:
 def name_of(metric: Metric) -> str:
     """Return the name of a metric as Prometheus has it."""
     return metric.name + SUFFIXES.get(metric.type, "")
+
+
+def type_of(metric: Metric) -> str:
+    """Return the type of a metric, and its unit on a line of its own."""
+    kind = "gauge" if metric.type == "info" else metric.type
+    return "\n".join([kind, *(unit for unit in UNITS if metric.name.endswith(unit))])
 
 
 def labels_of(metric: Metric) -> list[str]:
