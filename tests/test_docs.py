@@ -50,6 +50,20 @@ def test_reference_page_agrees_with_the_code(name):
     assert page(f"reference/{name}") == reference.generated(name), "run 'make reference'"
 
 
+def test_reference_page_without_the_marks_of_a_part_is_refused(monkeypatch):
+    monkeypatch.setitem(reference.PARTS, "errors", lambda: {**reference.errors.parts(), "new": ""})
+
+    with pytest.raises(ValueError, match=r"errors\.md has marks for"):
+        reference.generated("errors")
+
+
+def test_setting_without_a_subject_is_refused(monkeypatch):
+    monkeypatch.delitem(reference.settings.GROUPS, "Lifetime")
+
+    with pytest.raises(ValueError, match="GROUPS must have every setting once"):
+        reference.settings.parts()
+
+
 def test_models_page_lists_every_option_of_a_model():
     table = re.search(r"## Options\n(.*?)\n## ", page("models"), re.DOTALL).group(1)
     cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
