@@ -187,6 +187,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell --skip docs/_build README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs protos service clients tests examples benchmarks tools
 	$(BIN)/hadolint service/Dockerfile
+	$(BIN)/python tools/check_links.py
 
 types: setup
 	$(BIN)/mypy
