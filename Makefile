@@ -20,7 +20,7 @@ MINUTES ?= 10
 SEED ?= 0
 TIMES ?= 3
 
-.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo soak fuzz dist lock check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision docs
+.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo soak fuzz dist lock check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision reference docs
 
 setup: $(VENV)/.done  ## create the .venv with all dependencies
 
@@ -232,6 +232,9 @@ parity: setup  ## compare every method with its oracles, and write docs/parity.m
 
 precision: setup  ## compare half precision with float32 on photos, and write docs/precision.md: a minute
 	PYTHONPATH=tests $(BIN)/python docs/generate/precision.py
+
+reference: setup  ## write what is generated in docs/reference: seconds
+	PYTHONPATH=docs/generate $(BIN)/python -m reference
 
 architectures: setup  ## compare every architecture with autograd, and write docs/architectures.md: half an hour
 	$(BIN)/python docs/generate/architectures.py

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import reference
 import torch
 import yaml
 from torchvision.models import ResNet18_Weights, resnet18
@@ -20,8 +21,8 @@ import camserve_server
 import needs
 from camserve_server import Explainer, methods, metrics
 from camserve_server.cli import commands
-from camserve_server.core import config
 from camserve_server.imaging import render
+from camserve_server.models import spec
 from methods.parity.catalogue import CASES
 from support import PHOTOS, serving
 
@@ -35,22 +36,6 @@ def page(name):
     return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
 
 
-def shown(value):
-    if isinstance(value, bool):
-        return str(value).lower()
-    return (
-        ", ".join(value) if isinstance(value, tuple) else format(value, "g") if isinstance(value, float) else str(value)
-    )
-
-
-def settings_table():
-    lines = ["| setting | default | meaning |", "|---|---|---|"]
-    for name, setting in config.Settings.model_fields.items():
-        default = f"`{shown(setting.default)}`" if setting.default != "" else "none"
-        lines.append(f"| `{name}` | {default} | {setting.description} |")
-    return "\n".join(lines)
-
-
 def code(document, opening):
     """Return the code block of a document that begins with these words, without its indentation."""
     for indent, block in re.findall(r"^( *)```python\n(.*?)^ *```", document, re.DOTALL | re.MULTILINE):
@@ -60,10 +45,30 @@ def code(document, opening):
     pytest.fail(f"no code begins with {opening!r}")
 
 
-def test_server_page_lists_every_setting():
-    table = re.search(r"<!-- settings:.*?-->\n(.*?)\n<!-- /settings -->", page("server"), re.DOTALL).group(1)
+@pytest.mark.parametrize("name", reference.PARTS)
+def test_reference_page_agrees_with_the_code(name):
+    assert page(f"reference/{name}") == reference.generated(name), "run 'make reference'"
 
-    assert table == settings_table()
+
+def test_reference_page_without_the_marks_of_a_part_is_refused(monkeypatch):
+    monkeypatch.setitem(reference.PARTS, "errors", lambda: {**reference.errors.parts(), "new": ""})
+
+    with pytest.raises(ValueError, match=r"errors\.md has marks for"):
+        reference.generated("errors")
+
+
+def test_setting_without_a_subject_is_refused(monkeypatch):
+    monkeypatch.delitem(reference.settings.GROUPS, "Lifetime")
+
+    with pytest.raises(ValueError, match="GROUPS must have every setting once"):
+        reference.settings.parts()
+
+
+def test_models_page_lists_every_option_of_a_model():
+    table = re.search(r"## Options\n(.*?)\n## ", page("models"), re.DOTALL).group(1)
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+
+    assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(spec.OPTIONS)
 
 
 def test_readme_lists_every_method_once():
@@ -96,14 +101,14 @@ def test_client_page_lists_every_colour_map():
 
 
 def test_errors_page_lists_every_error_class():
-    listed = set(re.findall(r"^\| [A-Z_]+ \| `(\w+)`", page("errors"), re.MULTILINE))
+    listed = set(re.findall(r"^\| \[[A-Z_]+\].*? \| `(\w+)`", page("reference/errors"), re.MULTILINE))
     classes = {
         name
         for name, value in vars(camserve).items()
         if isinstance(value, type) and issubclass(value, camserve.CamserveError) and value is not camserve.CamserveError
     }
 
-    assert listed == classes
+    assert listed == classes | {"CamserveError"}  # of a status without a class of its own
 
 
 def links():
@@ -116,7 +121,7 @@ def links():
     ):
         if "node_modules" in path.parts:
             continue
-        for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        for target in dict.fromkeys(re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8"))):
             if "://" not in target:
                 yield pytest.param(path, target, id=f"{path.relative_to(ROOT)}: {target}")
 

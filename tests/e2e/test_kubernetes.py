@@ -451,7 +451,7 @@ def test_autoscaling_uses_an_existing_metric():
     name = metric["pods"]["metric"]["name"]
 
     assert f'"{name}"' in Path(prometheus.__file__).read_text(encoding="utf-8")
-    assert f"`{name}`" in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert f"`{name}`" in (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     assert (
         int(metric["pods"]["target"]["averageValue"]) < config.Settings().max_queue_rows / 8
     )  # long before the queue is full
