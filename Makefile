@@ -185,7 +185,7 @@ check: lint types contracts proto-check sync-check  ## run all static checks
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell --skip docs/_build README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs protos service clients tests examples benchmarks tools
+	$(BIN)/codespell --skip docs/_build README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs protos service clients tests examples benchmarks tools conftest.py
 	$(BIN)/hadolint service/Dockerfile
 	$(BIN)/python tools/check_links.py
 

@@ -63,7 +63,19 @@ class Calls:
             self._open()
 
     def close(self) -> None:
-        """Close the connections; calls in progress end with Cancelled."""
+        """Close the connections; calls in progress end with Cancelled.
+
+        Example:
+            >>> client = camserve.Client("localhost:50051")
+            >>> client.health()
+            <Health.SERVING: 'SERVING'>
+            >>> client.close()
+            >>> try:
+            ...     client.health()
+            ... except camserve.FailedPrecondition as error:
+            ...     print(error.message)
+            the client is closed
+        """
         self._closed = True
         if self._open_pool is not None:
             for stubs in self._open_pool.close():
@@ -132,5 +144,9 @@ class Calls:
 
         Raises:
             InvalidArgument: The image cannot be read, or is not an image.
+
+        Example:
+            >>> client.file_of("cat.jpg")[:2].hex()  # every JPEG file begins with these bytes
+            'ffd8'
         """
         return _codec.image_bytes(image)
