@@ -185,7 +185,7 @@ TAG ?= v$(VERSION)
 release-files: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
 release-files: dist  ## make all files of a release in dist/, and check them: wheel, source distribution, SBOM, notes; TAG=v1.2.3
 	$(DIST_VENV)/bin/python tools/release_notes.py "$(TAG)" > dist/NOTES.md
-	$(DIST_VENV)/bin/cyclonedx-py requirements service/requirements.lock --pyproject pyproject.toml --output-reproducible | \
+	$(DIST_VENV)/bin/python -W ignore -m cyclonedx_py requirements service/requirements.lock --pyproject pyproject.toml --output-reproducible | \
 	  $(DIST_VENV)/bin/python tools/sbom.py > dist/camserve-$(VERSION).cdx.json
 	cd dist && sha256sum *.whl *.tar.gz *.cdx.json > SHA256SUMS
 	$(DIST_VENV)/bin/twine check --strict dist/*.whl dist/*.tar.gz

@@ -1,4 +1,4 @@
-"""The SBOM of a release has every package of the image with its hashes and licence, and nothing that changes between runs."""
+"""The SBOM of a release names the packages of the image with their licences."""
 
 import json
 import re
@@ -64,5 +64,5 @@ def test_invalid_document_is_an_error():
     schema.SchemaVersion = mock.Mock()
     with mock.patch.dict(sys.modules, {"cyclonedx.schema": schema, "cyclonedx.validation.json": validation}):
         sbom.check("")
-        with pytest.raises(SystemExit, match="the SBOM is not valid: wrong: {}"):
+        with pytest.raises(SystemExit, match=r"the SBOM is not valid: wrong: \{\}"):
             sbom.check("{}")

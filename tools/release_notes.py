@@ -2,9 +2,9 @@
 
     python tools/release_notes.py v0.2.0
 
-Links to files of the repository lead to the tag if CAMSERVE_REPOSITORY is the repository's URL: GitHub does not resolve
-relative links of a release. It exits with an error if the version is not the one in pyproject.toml, or if the changelog has no section for it. So a
-tag cannot publish another version than it names.
+Relative links lead to the files of the tag if CAMSERVE_REPOSITORY is the URL of the repository, because GitHub does not
+resolve relative links of a release. It exits with an error if the version is not the one in pyproject.toml, or if the
+changelog has no section for it. So a tag cannot publish another version than it names.
 """
 
 import os
