@@ -23,18 +23,6 @@ def example_servers(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def example_photo(tmp_path_factory):
-    """The photo that the examples explain, as a file."""
-    from PIL import Image  # noqa: PLC0415 -- most runs of tests need no example
-
-    from support import PHOTOS  # noqa: PLC0415 -- the same
-
-    path = tmp_path_factory.mktemp("photo") / "cat.jpg"
-    Image.open(PHOTOS["chelsea"]).save(path, quality=92)
-    return path
-
-
-@pytest.fixture(scope="session")
 def example_loop():
     """Event loop of the asynchronous examples."""
     with asyncio.Runner() as runner:
@@ -66,8 +54,10 @@ def _names_of_example(request):
     is_async = "_async" in request.node.path.parts
     names["camserve"] = camserve
     if "cat.jpg" in text:
+        from support import PHOTOS  # noqa: PLC0415 -- imports torch, and most runs of tests need no example
+
         folder = request.getfixturevalue("tmp_path")
-        shutil.copy(request.getfixturevalue("example_photo"), folder)
+        shutil.copy(PHOTOS["chelsea"], folder / "cat.jpg")
         request.getfixturevalue("monkeypatch").chdir(folder)
     if "client." in text:
         names["client"] = request.getfixturevalue("example_async_client" if is_async else "example_client")

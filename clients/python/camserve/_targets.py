@@ -142,7 +142,7 @@ def contrast(why: ClassLike, why_not: ClassLike) -> Contrast:
     Example:
         >>> explanation = client.explain("cat.jpg", targets=camserve.contrast("tiger cat", "tabby")).explanations[0]
         >>> explanation.title, round(explanation.score, 1)  # the logit of the tiger cat is higher by this much
-        ('tiger cat, not tabby', 0.6)
+        ('tiger cat, not tabby', 0.7)
     """
     return Contrast(why, why_not)
 
