@@ -20,7 +20,7 @@ MINUTES ?= 10
 SEED ?= 0
 TIMES ?= 3
 
-.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo soak fuzz dist lock check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision docs
+.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo soak fuzz dist lock check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery pictures parity precision docs
 
 setup: $(VENV)/.done  ## create the .venv with all dependencies
 
@@ -226,6 +226,9 @@ docs: $(DOCS_VENV)/.done  ## build the site of the documentation into docs/_buil
 gallery: setup  ## write docs/methods.md and docs/gallery.md: some minutes
 	$(BIN)/python docs/generate/gallery.py
 	$(BIN)/python docs/generate/methods_page.py
+
+pictures: setup  ## write the pictures of the tutorials: a minute
+	$(BIN)/python docs/generate/tutorials.py
 
 parity: setup  ## compare every method with its oracles, and write docs/parity.md: some minutes
 	PYTHONPATH=tests $(BIN)/python docs/generate/parity.py
