@@ -268,9 +268,18 @@ def _rpc(rpc):
     }
 
 
+def _project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def version():
+    """Return the version of this tree."""
+    return _project()["version"]
+
+
 def package():
     """Return the package's console scripts, entry points, extras and lowest Python version."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = _project()
     return {
         "name": project["name"],
         "scripts": project["scripts"],
