@@ -4,7 +4,7 @@
     cd tests && PYTHONPATH=../service:../clients/python ../.venv/bin/python -m compatibility.record [NAME...]
 
 Until the tag, the tests in this folder compare the tree with the release before it. NAME is a function in `PARTS`; the
-default is all of them. Never record again only to make a test pass: first announce the removal or change in CHANGELOG.md.
+default is all of them. Never record again only to make a test pass: first announce the change in CHANGELOG.md.
 """
 
 import sys
