@@ -22,7 +22,7 @@ TIMES ?= 3
 TORCH ?= gpu
 DOCKER_FLAGS ?=
 
-.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo soak fuzz dist release-files release-dry-run lock check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision docs
+.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo soak fuzz dist release-files release-dry-run lock check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision reference docs
 
 setup: $(VENV)/.done  ## create the .venv with all dependencies
 
@@ -214,8 +214,9 @@ check: lint types contracts proto-check sync-check  ## run all static checks
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell --skip docs/_build README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs protos service clients tests examples benchmarks tools
+	$(BIN)/codespell --skip docs/_build README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs protos service clients tests examples benchmarks tools conftest.py
 	$(BIN)/hadolint service/Dockerfile
+	$(BIN)/python tools/check_links.py
 
 types: setup
 	$(BIN)/mypy
@@ -261,6 +262,9 @@ parity: setup  ## compare every method with its oracles, and write docs/parity.m
 
 precision: setup  ## compare half precision with float32 on photos, and write docs/precision.md: a minute
 	PYTHONPATH=tests $(BIN)/python docs/generate/precision.py
+
+reference: setup  ## write what is generated in docs/reference: seconds
+	PYTHONPATH=docs/generate $(BIN)/python -m reference
 
 architectures: setup  ## compare every architecture with autograd, and write docs/architectures.md: half an hour
 	$(BIN)/python docs/generate/architectures.py
