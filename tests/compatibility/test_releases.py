@@ -1,6 +1,7 @@
 """The client of the recorded release works with the server of this tree, and this tree's client with its server.
 
-`records/` has the wheel of the release, so that the tests need neither git nor an index. That of 0.1.0 is from commit b8f21e6.
+`records/` has the wheel of the release, so that the tests need neither git nor an index. The wheel of 0.1.0 is that of
+commit b8f21e6.
 """
 
 import json
