@@ -24,11 +24,16 @@ PROGRAMS = ("camserve.cli", "camserve_server.cli")
 
 
 def value(result):
-    """Return a result of the client as JSON, with a SHA-256 in place of bytes and arrays."""
+    """Return a result of the client as JSON, with a SHA-256 in place of bytes and arrays.
+
+    Other objects, such as the photo of a result in a notebook, are written as the name of their class.
+    """
     for kinds, describe in _DESCRIBED:
         if isinstance(result, kinds):
             return describe(result)
-    return _value_of(result) if dataclasses.is_dataclass(result) else result
+    if dataclasses.is_dataclass(result):
+        return _value_of(result)
+    return result if isinstance(result, str | int | None) else type(result).__name__
 
 
 def _error(error):
