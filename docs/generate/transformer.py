@@ -73,8 +73,8 @@ map is the same for every target.
 
 Trained transformers need a download, and the maps of random weights would mean nothing. So `make gallery` trains the
 model itself: {blocks} blocks, {width} channels and a class token, with inputs of {side}×{side} pixels in patches of
-{patch}. In {steps} steps on {collages:,} collages of two by two, made of {crops} crops, mirrored and recoloured, it
-learns which of {photos} photos a collage contains ({labels}),
+{patch}. It sees {collages:,} collages of two by two in {steps} steps, made of {crops} crops, mirrored and
+recoloured. It learns which of {photos} photos a collage contains ({labels}),
 but not where. camserve serves it like any custom model: from a factory function and a file of weights.
 
 In {correct} of the {count} collages, the model's four most probable classes are the four photos. It was trained on
