@@ -27,9 +27,12 @@ HEIGHT = 160
 HEAD = """\
 # Gallery
 
-Every method with its default parameters, on three photos. The model is the embedded efficientnet_lite0, and the
-target is the class that it predicts: {classes}. A picture is blank if nothing in the map is positive.
-[methods.md](methods.md) says what each method does. `make gallery` generates this page.
+The gallery shows what the maps of every method look like, to compare them at a glance. [Methods](methods.md) says what
+each one computes, and [choosing](choosing.md) which to use: a map that looks convincing can still be wrong.
+
+`make gallery` draws the pictures, with the default parameters of each method, the embedded efficientnet_lite0, and the
+class that it predicts: {classes}.
+A picture is blank if nothing in the map is positive.
 
 """
 

@@ -33,7 +33,7 @@ open the [gallery](gallery.md). [Parity](parity.md) lists the differences from o
 
 `make gallery` generates the page from the server's registry of methods.
 
-## Options of all methods
+## Options that methods share
 
 - `augmentation_smoothing` averages the map over six copies of the image, mirrored or not, with the intensity multiplied
   by 0.9, 1 and 1.1. It costs at least six times the rows.
