@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 class Metric:
     """A metric and its parameters. Omitted parameters have the server's defaults.
 
+    Attributes:
+        name: Name of the metric.
+        parameters: Values of the parameters by name.
+
     Example:
         >>> metric = camserve.Metric("deletion", {"steps": 4})
         >>> reading = client.evaluate("cat.jpg", metrics=[metric]).readings[0]

@@ -185,8 +185,12 @@ class Inspection:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plot (.png, .jpg, .webp) or the table (.txt).
 
+        Returns:
+            The path.
+
         Raises:
             InvalidArgument: The suffix is not supported.
+            FailedPrecondition: There is nothing to plot, see ``plot``.
             OSError: The file cannot be written.
 
         Example:
@@ -330,6 +334,9 @@ class Features:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the tiles (.png, .jpg, .webp) or the raw maps (.npy).
+
+        Returns:
+            The path.
 
         Raises:
             InvalidArgument: The suffix is not supported.

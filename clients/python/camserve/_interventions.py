@@ -84,6 +84,9 @@ def scale(layer: str, factor: float, channels: Iterable[SupportsIndex] = (), *, 
         channels: The channels, as for ``silence``.
         input: As for ``silence``.
 
+    Raises:
+        InvalidArgument: As for ``silence``.
+
     Example:
         >>> result = client.explain("cat.jpg", interventions=[camserve.scale("bn2", 2.0)])
         >>> [round(predictions[0].probability, 2) for predictions in (result.unchanged_predictions, result.predictions)]
@@ -109,6 +112,9 @@ def clamp(
         channels: The channels, as for ``silence``.
         input: As for ``silence``.
 
+    Raises:
+        InvalidArgument: As for ``silence``.
+
     Example:
         >>> result = client.explain("cat.jpg", interventions=[camserve.clamp("bn2", maximum=1)])
         >>> [round(predictions[0].score, 1) for predictions in (result.unchanged_predictions, result.predictions)]
@@ -128,6 +134,9 @@ def replace_mean(layer: str, channels: Iterable[SupportsIndex] = (), *, input: b
         channels: The channels, as for ``silence``.
         input: As for ``silence``.
 
+    Raises:
+        InvalidArgument: As for ``silence``.
+
     Example:
         >>> result = client.explain("cat.jpg", interventions=[camserve.replace_mean("bn2")])
         >>> result.explanations[0].verdict  # without places, the map is the same everywhere
@@ -146,6 +155,9 @@ def clip_gradient(layer: str, limit: float, channels: Iterable[SupportsIndex] = 
         layer: Name of the layer.
         limit: The largest absolute value, above 0.
         channels: The channels, as for ``silence``.
+
+    Raises:
+        InvalidArgument: As for ``silence``.
 
     Example:
         >>> clipped = camserve.clip_gradient("bn2", 1e-5)

@@ -59,6 +59,9 @@ class EvaluationCalls(Calls):
     async def metrics(self) -> tuple[MetricInfo, ...]:
         """List the server's metrics and their parameters.
 
+        Raises:
+            CamserveError: The subclass gives the reason.
+
         Example:
             >>> metrics = await client.metrics()
             >>> [metric.name for metric in metrics if metric.needs_box]

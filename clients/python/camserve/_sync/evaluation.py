@@ -60,6 +60,9 @@ class EvaluationCalls(Calls):
     def metrics(self) -> tuple[MetricInfo, ...]:
         """List the server's metrics and their parameters.
 
+        Raises:
+            CamserveError: The subclass gives the reason.
+
         Example:
             >>> metrics = client.metrics()
             >>> [metric.name for metric in metrics if metric.needs_box]
