@@ -23,14 +23,15 @@ from compatibility import calls, servers, storage, surfaces, tape
 STUBS = (explain_pb2, evaluate_pb2, models_pb2)
 EXAMPLE = surfaces.ROOT / "examples" / "plugin"
 IMPORTS = {
-    "camserve_server": ("running",),
+    "camserve_server": ("Explainer", "running"),
     "camserve_server.cli": ("main",),
-    "camserve_server.models": ("ModelSpec", "Preprocess", "Source"),
+    "camserve_server.models": ("KeepAspect", "ModelSpec", "Preprocess", "Source", "TextTower", "tiled"),
     "camserve_server.methods": (
         *("Attention", "Baseline", "Cam", "FullGradient", "Fused", "METHODS", "Parameter", "Perturbation"),
         *("Product", "Saliency", "Scene", "Windows"),
+        *("Edit", "View"),  # a Perturbation yields edits, and Windows take views
     ),
-    "camserve_server.types": ("Edit", "View"),  # a Perturbation yields edits, and Windows take views
+    "camserve_server.types": ("Edit", "View"),  # deprecated
     "camserve_server.cluster.application": ("app",),
     "camserve_server.cluster.proxy": ("add_services_to_server",),
     "camserve.cli": ("main",),
