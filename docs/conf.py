@@ -78,6 +78,8 @@ _MockObject.__ror__ = lambda self, other: Union[other, self]  # noqa: UP007 -- t
 
 html_theme = "furo"
 html_title = "camserve"
+html_static_path = ["static"]
+html_js_files = ["accessible.js"]
 html_copy_source = False  # it has no links that work
 copybutton_exclude = ".linenos, .gp, .go"
 

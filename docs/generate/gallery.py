@@ -49,7 +49,7 @@ def main(requested: list[str]) -> None:
         return
     classes = ", ".join(f"{result.predictions[0].label} ({name})" for name, result in zip(PHOTOS, results, strict=True))
     rows = [f"| [`{name}`](methods.md#{name}) | {cell(name, notes)} |" for name in names]
-    page = HEAD.format(classes=classes) + "\n".join(["| method | |", "|---|---|", *rows]) + "\n\n" + section()
+    page = HEAD.format(classes=classes) + "\n".join(["| method | picture |", "|---|---|", *rows]) + "\n\n" + section()
     (FOLDER / "gallery.md").write_text(page, encoding="utf-8")
 
 
