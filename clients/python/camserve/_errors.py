@@ -185,7 +185,7 @@ class Cancelled(CamserveError):
     Example:
         >>> import threading
         >>> client = camserve.Client("localhost:50051")
-        >>> threading.Timer(0.5, client.close).start()
+        >>> threading.Timer(2, client.close).start()
         >>> try:
         ...     client.explain("cat.jpg", methods=[("rise", {"samples": 16000})])  # takes much longer
         ... except camserve.Cancelled as error:
