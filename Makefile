@@ -19,8 +19,10 @@ BASE ?= origin/main
 MINUTES ?= 10
 SEED ?= 0
 TIMES ?= 3
+TORCH ?= gpu
+DOCKER_FLAGS ?=
 
-.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo soak fuzz dist lock check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery pictures parity precision docs
+.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo test-site soak fuzz dist release-files release-dry-run lock check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery pictures parity precision reference docs
 
 setup: $(VENV)/.done  ## create the .venv with all dependencies
 
@@ -152,15 +154,20 @@ $(YOLO_VENV)/.done: pyproject.toml constraints.txt
 test-yolo: $(YOLO_VENV)/.done  ## compare examples/yolo.py with Ultralytics, in a venv of its own: a minute or two
 	$(YOLO_VENV)/bin/python -m pytest tests/yolo
 
+# axe-core and Chromium are those of the page's tests.
+test-site: docs setup browser  ## build the site, and test it in Chromium: search, accessibility, narrow screens
+	$(BIN)/python -m pytest tests/site
+
 soak: setup  ## load a server to saturation for MINUTES=10, and check its responses and resources
 	cd tests && ../$(BIN)/python -m robustness.soak --minutes $(MINUTES)
 
 fuzz: setup  ## send 5,000 mutants of images and of messages to a server; SEED=N changes which
 	FUZZ_SEED=$(SEED) $(BIN)/python -m pytest tests/robustness/test_fuzz.py
 
-$(DIST_VENV)/.done: constraints.txt
+$(DIST_VENV)/.done: tools/dist.lock
+	rm -rf $(DIST_VENV)
 	$(PYTHON) -m venv $(DIST_VENV)
-	$(DIST_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt build hatchling uv==0.13.9
+	$(DIST_VENV)/bin/python -m pip install -q --disable-pip-version-check --require-hashes -r tools/dist.lock
 	touch $@
 
 # The second build is of what is committed, in another folder and with other file permissions.
@@ -175,18 +182,45 @@ dist: $(DIST_VENV)/.done  ## build the wheel and the source distribution into di
 	  { echo "two builds differ: commit or remove the files that 'git status' shows"; exit 1; }
 	rm -rf .distcheck
 
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+TAG ?= v$(VERSION)
+
+# The notes are not among the checksums: they are the text of the release, and no file of it.
+release-files: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
+release-files: dist  ## make all files of a release in dist/, and check them: wheel, source distribution, SBOM, notes; TAG=v1.2.3
+	$(DIST_VENV)/bin/python tools/release_notes.py "$(TAG)" > dist/NOTES.md
+	$(DIST_VENV)/bin/python -W ignore -m cyclonedx_py requirements service/requirements.lock --pyproject pyproject.toml --output-reproducible | \
+	  $(DIST_VENV)/bin/python tools/sbom.py > dist/camserve-$(VERSION).cdx.json
+	cd dist && sha256sum *.whl *.tar.gz *.cdx.json > SHA256SUMS
+	$(DIST_VENV)/bin/twine check --strict dist/*.whl dist/*.tar.gz
+	$(PYTHON) -m venv --clear .distcheck
+	.distcheck/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd .distcheck && bin/camserve --version && bin/python -c "import importlib.util, sys; sys.exit(bool(importlib.util.find_spec('torch')))"
+	rm -rf .distcheck
+
+release-dry-run: release-files  ## everything that a release does, but publish nothing; with the image (TORCH=gpu) if Docker runs
+	@if docker info >/dev/null 2>&1; then \
+	  docker build $(DOCKER_FLAGS) -f service/Dockerfile --build-arg TORCH=$(TORCH) -t camserve:$(VERSION)-$(TORCH) . && \
+	  docker run --rm camserve:$(VERSION)-$(TORCH) --version; \
+	else echo "no container engine runs: the image is not built"; fi
+	@ls -l dist
+
 # For all systems and processors that have wheels. The versions are those of constraints.txt.
-lock: $(DIST_VENV)/.done  ## write service/requirements.lock: the image's packages with the hashes of their files
-	$(DIST_VENV)/bin/uv pip compile -q --universal --python-version 3.11 --generate-hashes --custom-compile-command "make lock" \
-	  -c constraints.txt --extra server --extra otel -o service/requirements.lock pyproject.toml
+LOCK = $(DIST_VENV)/bin/uv pip compile -q --universal --python-version 3.11 --generate-hashes --custom-compile-command "make lock" -c constraints.txt
+
+lock: $(DIST_VENV)/.done  ## write the lock files, with the hashes of all files: of the image, of its build, and of .venv-dist
+	$(LOCK) --extra server --extra otel -o service/requirements.lock pyproject.toml
+	echo hatchling | $(LOCK) -o service/build.lock -
+	$(LOCK) --group dist -o tools/dist.lock
 
 check: lint types contracts proto-check sync-check  ## run all static checks
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell --skip docs/_build README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs protos service clients tests examples benchmarks tools
+	$(BIN)/codespell --skip docs/_build README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs protos service clients tests examples benchmarks tools conftest.py
 	$(BIN)/hadolint service/Dockerfile
+	$(BIN)/python tools/check_links.py
 
 types: setup
 	$(BIN)/mypy
@@ -235,6 +269,9 @@ parity: setup  ## compare every method with its oracles, and write docs/parity.m
 
 precision: setup  ## compare half precision with float32 on photos, and write docs/precision.md: a minute
 	PYTHONPATH=tests $(BIN)/python docs/generate/precision.py
+
+reference: setup  ## write what is generated in docs/reference: seconds
+	PYTHONPATH=docs/generate $(BIN)/python -m reference
 
 architectures: setup  ## compare every architecture with autograd, and write docs/architectures.md: half an hour
 	$(BIN)/python docs/generate/architectures.py

@@ -9,7 +9,11 @@ MANY_MEDIUM = "".join(f"def f{n}():\n" + "    x = 1\n" * check_style.MEDIAN_LINE
 FAULTS = {
     "long function": ("service/camserve_server/a.py", LONG_FUNCTION, "long has 41 lines, and 40 is the limit"),
     "long class": ("service/camserve_server/a.py", LONG_CLASS, "Long has 201 lines, and 200 is the limit"),
-    "median": ("service/camserve_server/a.py", MANY_MEDIUM, "the median function has 9 lines"),
+    "median": (
+        "service/camserve_server/a.py",
+        MANY_MEDIUM,
+        f"the median function has {check_style.MEDIAN_LINES + 1} lines",
+    ),
     "old class": ("service/camserve_server/a.py", "class Fleet:\n    pass\n", "Fleet is a name that was replaced"),
     "old function": ("tests/a.py", "async def _bury():\n    pass\n", "_bury is a name that was replaced"),
     "old constant": ("tests/a.py", "PATIENCE: float = 1.0\n", "PATIENCE is a name that was replaced"),
@@ -29,7 +33,8 @@ FAULTS = {
     "phrase in a document": ("docs/a.md", "There may be so many.\n", "say it plainly: so many"),
     "long README": ("README.md", "a\n" * 201, "201 lines, and 200 is the limit"),
 }
-SOUND = "class Short:\n" + "    x = 1\n" * (check_style.CLASS_LINES - 1)
+DOCSTRING = '    """Do it.\n' + "\n    Details.\n" * check_style.FUNCTION_LINES + '    """\n'
+SOUND = f"class Short:\n{DOCSTRING}" + "    x = 1\n" * (check_style.CLASS_LINES - 1)
 
 
 @pytest.fixture
@@ -52,7 +57,7 @@ def test_planted_fault_is_found(project, fault):
 
 
 def test_text_within_the_limits_has_no_fault(project):
-    text = '"""Queue of requests."""\n' + SOUND + "def f():\n    x = 1\n" * 3
+    text = '"""Queue of requests."""\n' + SOUND + f"def f():\n{DOCSTRING}    x = 1\n" * 3
 
     assert list(check_style.faults(project("service/camserve_server/a.py", text))) == []
 

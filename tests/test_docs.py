@@ -6,22 +6,21 @@ import shlex
 import shutil
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+import reference
 import torch
 import yaml
-from torchvision.models import ResNet18_Weights, resnet18
 
 import camserve
 import camserve_server
 import needs
-from camserve_server import Explainer, methods, metrics
+from camserve_server import methods, metrics
 from camserve_server.cli import commands
-from camserve_server.core import config
 from camserve_server.imaging import render
+from camserve_server.models import spec
 from methods.parity.catalogue import CASES
 from support import PHOTOS, serving
 
@@ -35,22 +34,6 @@ def page(name):
     return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
 
 
-def shown(value):
-    if isinstance(value, bool):
-        return str(value).lower()
-    return (
-        ", ".join(value) if isinstance(value, tuple) else format(value, "g") if isinstance(value, float) else str(value)
-    )
-
-
-def settings_table():
-    lines = ["| setting | default | meaning |", "|---|---|---|"]
-    for name, setting in config.Settings.model_fields.items():
-        default = f"`{shown(setting.default)}`" if setting.default != "" else "none"
-        lines.append(f"| `{name}` | {default} | {setting.description} |")
-    return "\n".join(lines)
-
-
 def code(document, opening):
     """Return the code block of a document that begins with these words, without its indentation."""
     for indent, block in re.findall(r"^( *)```python\n(.*?)^ *```", document, re.DOTALL | re.MULTILINE):
@@ -60,10 +43,30 @@ def code(document, opening):
     pytest.fail(f"no code begins with {opening!r}")
 
 
-def test_server_page_lists_every_setting():
-    table = re.search(r"<!-- settings:.*?-->\n(.*?)\n<!-- /settings -->", page("server"), re.DOTALL).group(1)
+@pytest.mark.parametrize("name", reference.PARTS)
+def test_reference_page_agrees_with_the_code(name):
+    assert page(f"reference/{name}") == reference.generated(name), "run 'make reference'"
 
-    assert table == settings_table()
+
+def test_reference_page_without_the_marks_of_a_part_is_refused(monkeypatch):
+    monkeypatch.setitem(reference.PARTS, "errors", lambda: {**reference.errors.parts(), "new": ""})
+
+    with pytest.raises(ValueError, match=r"errors\.md has marks for"):
+        reference.generated("errors")
+
+
+def test_setting_without_a_subject_is_refused(monkeypatch):
+    monkeypatch.delitem(reference.settings.GROUPS, "Lifetime")
+
+    with pytest.raises(ValueError, match="GROUPS must have every setting once"):
+        reference.settings.parts()
+
+
+def test_models_page_lists_every_option_of_a_model():
+    table = re.search(r"## Options\n(.*?)\n## ", page("models"), re.DOTALL).group(1)
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+
+    assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(spec.OPTIONS)
 
 
 def test_readme_lists_every_method_once():
@@ -96,44 +99,14 @@ def test_client_page_lists_every_colour_map():
 
 
 def test_errors_page_lists_every_error_class():
-    listed = set(re.findall(r"^\| [A-Z_]+ \| `(\w+)`", page("errors"), re.MULTILINE))
+    listed = set(re.findall(r"^\| \[[A-Z_]+\].*? \| `(\w+)`", page("reference/errors"), re.MULTILINE))
     classes = {
         name
         for name, value in vars(camserve).items()
         if isinstance(value, type) and issubclass(value, camserve.CamserveError) and value is not camserve.CamserveError
     }
 
-    assert listed == classes
-
-
-def links():
-    """Yield every link of the documents to a file of the project, with its heading if it names one."""
-    for path in (
-        *ROOT.glob("*.md"),
-        *ROOT.glob("docs/**/*.md"),
-        *ROOT.glob("benchmarks/**/*.md"),
-        *ROOT.glob("clients/*/*.md"),
-    ):
-        if "node_modules" in path.parts:
-            continue
-        for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
-            if "://" not in target:
-                yield pytest.param(path, target, id=f"{path.relative_to(ROOT)}: {target}")
-
-
-@cache
-def anchors(path):
-    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize(("path", "target"), list(links()))
-def test_link_leads_to_a_file_and_a_heading(path, target):
-    name, _, heading = target.partition("#")
-    linked = path.parent / name if name else path
-
-    assert linked.exists()
-    assert not heading or heading in anchors(linked)
+    assert listed == classes | {"CamserveError"}  # of a status without a class of its own
 
 
 def test_api_pages_list_every_public_name():
@@ -142,223 +115,6 @@ def test_api_pages_list_every_public_name():
     public = [(module.__name__, name) for module in (camserve, camserve_server) for name in module.__all__]
 
     assert sorted(listed) == sorted(public)
-
-
-@pytest.fixture(scope="module")
-def embedded():
-    with serving(models=("efficientnet_lite0",)) as served:
-        yield served.address
-
-
-def test_readme_client_example_runs_as_printed(embedded, tmp_path, monkeypatch, capsys):
-    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
-    monkeypatch.chdir(tmp_path)
-    text = code(README, "import camserve")
-    assert len(text.splitlines()) <= 12
-
-    patient = text.replace('"localhost:50051"', f'"{embedded}", timeout=600')  # a busy machine may need more than 30 s
-    exec(patient, {})  # noqa: S102 -- that is the promise
-
-    assert capsys.readouterr().out.startswith("0.38  Egyptian cat\n")
-    assert (tmp_path / "why.jpg").stat().st_size > 10_000
-
-
-def test_readme_explainer_example_runs_as_printed(tmp_path, monkeypatch):
-    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
-    monkeypatch.chdir(tmp_path)
-    names = {"network": resnet18(num_classes=5), "labels": list("abcde")}
-    text = code(README, "from camserve_server import Explainer")
-    lines = [line for line in text.splitlines() if line]
-    exec("\n".join((*lines[:-1], f"result = {lines[-1]}")), names)  # noqa: S102 -- that is the promise
-    names["explainer"].close()
-
-    assert len(lines) == 3
-    assert names["result"]._repr_html_().count("<img") >= 1
-    assert names["network"].training
-
-
-def test_explainer_page_examples_run_as_printed(tmp_path, monkeypatch):
-    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", page("explainer"), re.DOTALL)
-    names = {
-        "network": resnet18(num_classes=5),
-        "labels": ["tabby", *"bcde"],
-        "validation_transform": ResNet18_Weights.IMAGENET1K_V1.transforms(crop_size=64, resize_size=73),
-        "validation_loader": [(torch.zeros(2, 3, 64, 64), None)],
-    }
-    for block in blocks:
-        exec(block, names)  # noqa: S102 -- that is the promise
-    names["explainer"].close()
-
-    assert len(blocks) == 4
-    assert (tmp_path / "why.jpg").stat().st_size > 1000
-    assert len(names["result"].explanations) == 1
-
-
-class Heads(torch.nn.Module):
-    """Network with two heads of two classes each, a map, a sequence of classes, and a single logit."""
-
-    def __init__(self, form):
-        super().__init__()
-        self.layer = torch.nn.Conv2d(3, 4, 5, 8, 2)
-        self.form = form
-
-    def forward(self, image):
-        layer = self.layer(image)
-        first, second = (layer**2).mean((2, 3)).chunk(2, 1)
-        return {
-            "two_heads": {"colour": first, "shape": second},
-            "reader": torch.stack([first, second, first - second], 1),
-            "one_logit": first[:, :1],
-            "depth": layer[:, :1] ** 2,
-        }[self.form]
-
-
-def test_models_page_examples_of_outputs_run_as_printed(tmp_path, monkeypatch):
-    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(with Explainer\(.*?)```", page("models"), re.DOTALL)
-    labels = []
-    for block in blocks:
-        names = {name: Heads(name) for name in ("two_heads", "reader", "one_logit", "depth")}
-        names |= {"camserve": camserve, "Explainer": Explainer, "letters": ["a", "b"]}
-        exec(block, names)  # noqa: S102 -- that is the promise
-        explanations = names.get("result", names.get("third")).explanations
-        labels.append([each.target.label for each in explanations])
-
-    assert labels == [["round"], ["b"], ["ill", "healthy", "ill"], ["depth"]]
-    assert explanations[0].score > 0
-
-
-class Frames(torch.nn.Module):
-    """Network for clips that halves the number of frames."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer4 = torch.nn.Conv3d(3, 4, 3, (2, 8, 8), 1)
-        self.head = torch.nn.Linear(4, 2)
-
-    def forward(self, clip):
-        return self.head((self.layer4(clip) ** 2).mean((2, 3, 4)))
-
-
-class Siamese(torch.nn.Module):
-    """Network that calls one backbone for each of two pictures."""
-
-    def __init__(self):
-        super().__init__()
-        self.backbone = torch.nn.Sequential()
-        self.backbone.add_module("layer4", torch.nn.Conv2d(3, 4, 3, 8, 1))
-        self.head = torch.nn.Linear(8, 2)
-
-    def forward(self, first, second):
-        features = torch.cat([self.backbone(first), self.backbone(second)], 1)
-        return self.head((features**2).mean((2, 3)))
-
-
-def test_pictures_page_examples_run_as_printed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    photos = np.random.default_rng(0).integers(0, 256, (8, 112, 112, 3), np.uint8)
-    names = {"np": np, "network": Frames(), "labels": ["still", "moving"], "frames": photos, "siamese": Siamese()}
-    names |= {"first": photos[0], "second": photos[1], "load_my_network": Frames}
-    blocks = re.findall(r"```python\n(.*?)```", page("pictures"), re.DOTALL)
-    exec(blocks[0], names)  # noqa: S102 -- that is the promise
-    maps = names["maps"]
-    exec(blocks[1], names)  # noqa: S102 -- the same
-    exec(blocks[2], names)  # noqa: S102 -- the same
-    with camserve_server.running(models={"clips": names["build"]()}) as address, camserve.Client(address) as client:
-        served = client.explain(names["sheet"], targets=0)
-
-    assert len(blocks) == 3
-    assert (tmp_path / "frames.jpg").stat().st_size > 1000
-    assert maps.shape == (8, 14, 14)
-    assert np.array_equal(maps[::2], maps[1::2])
-    assert names["result"].explanations[0].heatmap.shape == (14, 28)
-    assert served.explanations[0].layer == "sheet"
-
-
-def test_server_page_example_serves_a_network_of_this_process(tmp_path, monkeypatch):
-    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
-    monkeypatch.chdir(tmp_path)
-    names = {"camserve": camserve, "network": resnet18(num_classes=5)}
-    exec(code(page("server"), "from camserve_server import running"), names)  # noqa: S102 -- that is the promise
-
-    assert (names["why"].method, names["why"].layer) == ("gradcam", "layer4")
-    assert names["network"].training
-
-
-@pytest.fixture
-def paste(embedded, tmp_path, monkeypatch):
-    """Run code of a document in a folder with a photo of a cat; return the names that it defines."""
-    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
-    monkeypatch.chdir(tmp_path)
-
-    def run(document, opening):
-        names = {"camserve": camserve, "client": client}
-        exec(code(document, opening), names)  # noqa: S102 -- that is the promise
-        return names
-
-    with camserve.Client(embedded, timeout=600) as client:  # hundreds of rows, on a machine that may be busy
-        yield run
-
-
-@pytest.mark.slow  # it asks for a hundred rows
-def test_readme_options_example_runs_as_printed(paste, tmp_path):
-    paste(README, "result = client.explain(")
-
-    assert (tmp_path / "why.jpg").stat().st_size > 10_000
-
-
-def test_inspection_page_example_runs_as_printed(paste, tmp_path, capsys):
-    names = paste(page("inspection"), "inspection = client.inspect(")
-
-    assert (tmp_path / "depth.png").stat().st_size > 1000
-    assert len(capsys.readouterr().out.splitlines()) == len(names["inspection"].layers)
-    assert names["features"].maps.shape[0] == 16
-
-
-@pytest.mark.slow  # it asks for hundreds of rows
-def test_evaluation_page_example_runs_as_printed(paste, tmp_path):
-    names = paste(page("evaluation"), "evaluation = client.evaluate(")
-
-    assert (tmp_path / "evaluation.png").stat().st_size > 10_000
-    assert len(names["evaluation"].rows) == 4
-
-
-@pytest.mark.slow  # it asks for hundreds of rows
-def test_client_page_smoothing_fusion_and_progress_run_as_printed(paste, capsys):
-    smooth, long = paste(page("client"), 'result = client.explain(\n    "cat.jpg",\n    methods=[\n')[
-        "result"
-    ].explanations
-
-    assert smooth.how == "gradcam, augmentation smoothing, eigen smoothing"
-    assert (smooth.layer, smooth.fusion) == ("blocks.4 + blocks.6", "mean")
-    assert smooth.intensity.shape == long.intensity.shape == (224, 224)
-    total = long.parameters["samples"] + 6 + 1
-    assert capsys.readouterr().out.splitlines()[-1] == f"{total:.0f} of {total:.0f} rows"
-
-
-def test_receipts_page_example_runs_as_printed(paste, capsys):
-    names = paste(page("receipts"), "from camserve import Receipt")
-
-    assert names["replay"].same  # within 1e-5; the page promises the bytes, 0.0, on an idle server only
-    assert capsys.readouterr().out.split() == ["True", str(names["replay"].gap)]
-
-
-def test_diff_page_comparison_runs_as_printed(tmp_path, monkeypatch, capsys):
-    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
-    monkeypatch.chdir(tmp_path)
-    candidate = "candidate=efficientnet_lite0?precision=bfloat16"
-    with (
-        serving(models=("efficientnet_lite0", candidate)) as served,
-        camserve.Client(served.address, timeout=600) as client,
-    ):
-        exec(code(page("diff"), "compared = client.compare("), {"client": client})  # noqa: S102 -- that is the promise
-
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["gradcam", "layercam"]
-    assert all(float(line.split()[1]) > 0.9 for line in lines)
 
 
 @pytest.mark.slow  # each run imports torch

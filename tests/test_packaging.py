@@ -12,9 +12,12 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from tools import release_notes
 
 ROOT = Path(__file__).parents[1]
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+VERSION = PROJECT["project"]["version"]
+EXTRAS = PROJECT["project"]["optional-dependencies"]
 PACKAGES = {"camserve": ROOT / "clients/python/camserve", "camserve_server": ROOT / "service/camserve_server"}
 ELSEWHERE = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "COVERAGE", "COV_"))}
 
@@ -170,26 +173,76 @@ def test_second_build_elsewhere_has_the_same_bytes(built, tmp_path):
 
 
 ENTRY = re.compile(r"^([\w.-]+)==(\S+)(?: ; ([^\n]*))? \\\n(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+", re.MULTILINE)
-
-
-def test_lock_file_has_hashes_for_the_pinned_versions_of_all_needs():
-    lock = (ROOT / "service/requirements.lock").read_text(encoding="utf-8")
-    entries = [match.groups() for match in ENTRY.finditer(lock)]
-    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pinned = {canonical(name): version for name, _, version in (line.partition("==") for line in pins)}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    needs = [*project["dependencies"], *extras["server"], *extras["otel"]]
-
-    assert len(entries) == len(re.findall(r"^[^\s#]", lock, re.MULTILINE)), "an entry has no hash"
-    assert {canonical(re.match(r"[\w.-]+", need)[0]) for need in needs} <= {name for name, *_ in entries}, (
-        "run 'make lock'"
-    )
-    for name, version, marker in entries:  # packages of other systems have no pin
-        assert pinned.get(name, version) == version, "run 'make lock'"
-        assert name in pinned or "sys_platform" in marker, f"add {name} to constraints.txt"
+LOCK = (ROOT / "service/requirements.lock").read_text(encoding="utf-8")
 
 
 def canonical(name):
     """Return the name of a package as indexes compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins():
+    """Return the versions in constraints.txt, by canonical name."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return {canonical(name): version for name, _, version in (line.partition("==") for line in lines)}
+
+
+def names_of(needs):
+    return {canonical(re.match(r"[\w.-]+", need)[0]) for need in needs}
+
+
+@pytest.mark.parametrize(
+    ("path", "needs"),
+    [
+        ("service/requirements.lock", [*PROJECT["project"]["dependencies"], *EXTRAS["server"], *EXTRAS["otel"]]),
+        ("service/build.lock", PROJECT["build-system"]["requires"]),
+        ("tools/dist.lock", PROJECT["dependency-groups"]["dist"]),
+    ],
+)
+def test_lock_file_has_hashes_for_the_pinned_versions_of_all_needs(path, needs):
+    lock = (ROOT / path).read_text(encoding="utf-8")
+    entries = [match.groups() for match in ENTRY.finditer(lock)]
+    pinned = pins()
+
+    assert len(entries) == len(re.findall(r"^[^\s#]", lock, re.MULTILINE)), "an entry has no hash"
+    assert names_of(needs) <= {name for name, *_ in entries}, "run 'make lock'"
+    for name, version, _ in entries:
+        assert pinned.get(name, version) == version, "run 'make lock'"
+
+
+def test_every_package_of_the_image_is_pinned():
+    pinned = pins()
+
+    for name, _, marker in (match.groups() for match in ENTRY.finditer(LOCK)):  # packages of other systems have no pin
+        assert name in pinned or "sys_platform" in marker, f"add {name} to constraints.txt"
+
+
+# One row for each file that names the version of this tree: how the version looks there, and how often.
+NAMED = [
+    ("service/Dockerfile", r"^ARG VERSION=(.*)$", 1),
+    ("clients/node/package.json", r'^  "version": "(.*)"', 1),
+    ("clients/node/package-lock.json", r'"camserve-client-example",\n +"version": "(.*)"', 2),
+    ("deploy/kubernetes/deployment.yaml", r"image: camserve:(.*)-cpu", 1),
+    ("deploy/kubernetes/kustomization.yaml", r"newTag: (.*)-cpu", 1),
+    ("deploy/kubernetes-gpu/kustomization.yaml", r"newTag: (.*)-gpu", 1),
+    ("deploy/kserve/inferenceservice.yaml", r"image: camserve:(.*)-cpu", 1),
+    ("deploy/kserve/kustomization.yaml", r"newTag: (.*)-cpu", 1),
+    ("deploy/kserve-gpu/kustomization.yaml", r"newTag: (.*)-gpu", 1),
+    ("docs/kubernetes.md", r"camserve:(\d\S*)-[cg]pu", 4),
+]
+
+
+@pytest.mark.parametrize(("path", "pattern", "count"), NAMED, ids=[path for path, *_ in NAMED])
+def test_file_names_the_version_of_the_package(path, pattern, count):
+    text = (ROOT / path).read_text(encoding="utf-8")
+
+    assert re.findall(pattern, text, re.MULTILINE) == [VERSION] * count
+
+
+def test_newest_section_of_the_changelog_is_that_of_the_version():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    unreleased, newest, *_ = re.findall(r"^## (.*)$", text, re.MULTILINE)
+
+    assert unreleased == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(VERSION)} - \d{{4}}-\d\d-\d\d", newest)
+    assert release_notes.section(text, VERSION).startswith("- **")

@@ -30,3 +30,12 @@ def test_tag_without_its_version_or_section_is_an_error(tmp_path, monkeypatch, t
 
     with pytest.raises(SystemExit, match=error.replace(".", r"\.")):
         release_notes.main(tag)
+
+
+def test_relative_links_lead_to_the_tag():
+    notes = "[a](docs/a.md) [b](https://b.example) [c](#c) [d](LICENSE)"
+
+    assert release_notes.with_links(notes, "https://git.example/x/blob/v1.0.0") == (
+        "[a](https://git.example/x/blob/v1.0.0/docs/a.md) [b](https://b.example) [c](#c)"
+        " [d](https://git.example/x/blob/v1.0.0/LICENSE)"
+    )

@@ -44,6 +44,7 @@ REPLACEMENTS: Mapping[str, str] = {
     r"Asynchronous client of a camserve server, for use in one event loop\.": (
         "Client of a camserve server. Threads may share it."
     ),
+    r"    The examples use ``await`` .*\n\n": "",
     r"To leave the loop early, use .*\n.* collects the generator\.": "Leaving the loop early ends the stream.",
     r", in an iterable or an asynchronous iterable\.": ".",
 }

@@ -2,10 +2,12 @@
 
     python tools/release_notes.py v0.2.0
 
-It exits with an error if the version is not the one in pyproject.toml, or if the changelog has no section for it. So a
-tag cannot publish another version than it names.
+Relative links lead to the files of the tag if CAMSERVE_REPOSITORY is the URL of the repository, because GitHub does not
+resolve relative links of a release. It exits with an error if the version is not the one in pyproject.toml, or if the
+changelog has no section for it. So a tag cannot publish another version than it names.
 """
 
+import os
 import re
 import sys
 import tomllib
@@ -26,6 +28,11 @@ def section(text: str, version: str) -> str:
     return found[1].strip() if found else ""
 
 
+def with_links(notes: str, tree: str) -> str:
+    """Return notes whose relative links begin with the URL of a tree of the repository."""
+    return re.sub(r"\]\((?![a-z]+:|#)", f"]({tree}/", notes)
+
+
 def main(tag: str) -> None:
     """Print the section of a tag's version.
 
@@ -38,7 +45,8 @@ def main(tag: str) -> None:
     notes = section((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), version)
     if not notes:
         sys.exit(f"CHANGELOG.md has no section for {version}")
-    print(notes)
+    repository = os.environ.get("CAMSERVE_REPOSITORY")
+    print(with_links(notes, f"{repository}/blob/{tag}") if repository else notes)
 
 
 if __name__ == "__main__":

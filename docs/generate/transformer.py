@@ -53,30 +53,33 @@ HEADING = "## On a transformer"
 TEXT = """\
 {heading}
 
-The embedded model has no attention, trained transformers need a download, and the maps of random weights would mean
-nothing. So `make gallery` trains a small model itself: a vision transformer of {blocks} blocks,
-{width} channels and a class token, with inputs of {side}×{side} pixels in patches of {patch}. In {steps} steps on
-{collages:,} collages of two by two, made of {crops} crops, mirrored and recoloured, it learns which of {photos}
-photos a collage contains ({labels}). It is not told where they are. It is served like any custom
-model: from a factory function and a file of weights.
+Some methods explain a transformer's attention, which the embedded model does not have. Their pictures are of a small
+vision transformer, and of collages for which the right place is known: the evidence for the cat should be in the cat's
+quarter. A map can miss it because of the method or because of the model.
 
-The maps below explain collages of four of the photos. The model was trained on these photos, so the results do not show
-that it would recognise another cat. But the evidence for the cat should be in the cat's quarter, which is known. A map
-can miss it because of the method or because of the model. The pictures explain this collage for the targets {shown};
-the area outside the model's crop stays uncoloured.
+The pictures explain this collage for the targets {shown}.
+The area outside the model's crop stays uncoloured.
 
 ![The collage: {shown}](images/gallery/collage.jpg)
 
-The numbers are means over {count} collages, one for each set of four photos, and over the four photos as targets. *In
-its quarter* is the share of the map's positive values in the target's quarter (`energy_in_box`), and *peak* the share
-of maps with their maximum there (`pointing_game`). Chance is {chance:.2f}. `attention_rollout` has exactly that: its
-map is the same for every target, so its values are divided among the four quarters. In {correct} of the {count}
-collages the model's four most probable classes are the four photos. This test was proposed by Böhle et al. (2021,
-arXiv:2104.00032) and named the grid pointing game by Rao et al. (2022, arXiv:2205.10435).
+*In its quarter* is the share of the map's positive values in the target's quarter (`energy_in_box`). *Peak* is the
+share of maps with their maximum there (`pointing_game`). Both are means over {count} collages, one for each set of four
+photos, and over the four photos as targets. Chance is {chance:.2f}. `attention_rollout` has exactly that, because its
+map is the same for every target.
 
 | method | in its quarter ↑ | peak ↑ | {shown} |
 |---|---|---|---|
 {rows}
+
+Trained transformers need a download, and the maps of random weights would mean nothing. So `make gallery` trains the
+model itself: {blocks} blocks, {width} channels and a class token, with inputs of {side}×{side} pixels in patches of
+{patch}. It sees {collages:,} collages of two by two in {steps} steps, made of {crops} crops, mirrored and
+recoloured. It learns which of {photos} photos a collage contains ({labels}),
+but not where. camserve serves it like any custom model: from a factory function and a file of weights.
+
+In {correct} of the {count} collages, the model's four most probable classes are the four photos. It was trained on
+these photos, so the results do not show that it would recognise another cat. Böhle et al. (2021, arXiv:2104.00032)
+proposed this test, and Rao et al. (2022, arXiv:2205.10435) named it the grid pointing game.
 """
 
 

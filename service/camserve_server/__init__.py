@@ -47,6 +47,15 @@ def running(
 
     Raises:
         ConfigError: a setting or a model is invalid.
+
+    Example:
+        >>> import camserve, camserve_server
+        >>> from torch import nn
+        >>> network = nn.Sequential(nn.Conv2d(3, 2, 8, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        >>> with camserve_server.running({"small": network}) as address, camserve.Client(address) as client:
+        ...     result = client.explain("cat.jpg", model="small")
+        >>> result.model, result.explanations[0].heatmap.shape
+        ('small', (28, 28))
     """
     with without_collection():
         from camserve_server.app import server  # noqa: PLC0415 -- it needs the extra [server]

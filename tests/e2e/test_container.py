@@ -63,6 +63,52 @@ def test_dockerfile_needs_no_buildkit():
     assert "--mount" not in DOCKERFILE
 
 
+def pip_installs(text):
+    """Return the words of every `pip install` and `pip wheel` of a Dockerfile, each up to the end of its command."""
+    runs = " && ".join(arguments for instruction, arguments in instructions(text) if instruction == "RUN")
+    return [shlex.split(part) for part in re.split(r"&&|;", runs) if re.search(r"\bpip\b.* (install|wheel) ", part)]
+
+
+def unchecked(text):
+    """Return the installations that may take a file with an unknown hash from an index."""
+    safe = ("--require-hashes", "--no-index", "wheel")  # `pip wheel --no-deps` downloads nothing
+    return [words for words in pip_installs(text) if not set(safe) & set(words)]
+
+
+def test_image_takes_only_torch_of_another_index_without_hashes():
+    """Files of TORCH_INDEX have other hashes than those on PyPI. Everything else is checked."""
+    left = unchecked(DOCKERFILE)
+
+    assert len(pip_installs(DOCKERFILE)) == 7
+    assert len(left) == 2
+    assert all("--index-url" in words and words[-2:] == ["-r", "/opt/build/torch.txt"] for words in left)
+    assert DOCKERFILE.count("--extra-index-url") == 0
+
+
+@pytest.mark.parametrize("flag", ["--require-hashes ", "--no-index "])
+def test_installation_without_hashes_is_found(flag):
+    assert len(unchecked(DOCKERFILE.replace(flag, "", 1))) == 3
+
+
+def test_lock_file_is_split_into_torch_with_cuda_and_the_others(tmp_path):
+    """The command is that of the Dockerfile. Both parts together have every line of packages, and each line once."""
+    lock = (ROOT / "service/requirements.lock").read_text("utf-8")
+    (run,) = (arguments for name, arguments in instructions(DOCKERFILE) if name == "RUN" and " awk " in arguments)
+    command = (
+        run[run.index("awk ") :].replace("/torch.", f"{tmp_path}/torch.").replace("/others.", f"{tmp_path}/others.")
+    )
+    subprocess.run(["sh", "-c", command], cwd=ROOT / "service", check=True)
+    torch_lock, others = ((tmp_path / f"{name}.lock").read_text("utf-8") for name in ("torch", "others"))
+    names = re.findall(r"^([\w-]+)==", torch_lock, re.MULTILINE)
+    pins = (tmp_path / "torch.txt").read_text("utf-8").split()
+
+    assert sorted((torch_lock + others).splitlines()) == sorted(re.sub(r"\A(#.*\n)+", "", lock).splitlines())
+    assert {re.split("[-=]", name)[0] for name in names} == {"torch", "torchvision", "triton", "cuda", "nvidia"}
+    assert not re.search(r"^(nvidia|cuda|torch|triton)", others, re.MULTILINE)
+    assert [pin.split("==")[0] for pin in pins] == ["torch", "torchvision"]
+    assert all(f"\n{pin} \\\n" in f"\n{torch_lock}" for pin in pins)
+
+
 def test_image_runs_as_a_numeric_user_that_is_not_root():
     assert int(last("USER")) > 0
 
@@ -93,12 +139,12 @@ def test_version_label_is_the_installed_version():
     assert ("ARG", f"VERSION={PROJECT['project']['version']}") in instructions(DOCKERFILE)
 
 
-def test_build_context_has_exactly_the_files_of_the_wheel():
+def test_build_context_has_exactly_the_files_of_the_wheel_and_the_locks():
     sent = {line[1:] for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines() if line.startswith("!")}
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    files = ["pyproject.toml", "constraints.txt", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]]
+    files = ["pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]]
 
-    assert sent == {*packages, *files}
+    assert sent == {*packages, *files, "service/build.lock", "service/requirements.lock"}
 
 
 @services

@@ -15,6 +15,7 @@ import torch
 import yaml
 
 import needs
+from camserve import cli
 from camserve_server.api import exposure, grpc_server
 from camserve_server.core import config
 from camserve_server.serving import pool_sizing
@@ -58,6 +59,7 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 SETTINGS = tomllib.loads((FOLDER / "camserve.toml").read_text(encoding="utf-8"))
 FOLDERS = {name: ROOT / "deploy" / name for name in ("kubernetes", "kserve", "kubernetes-gpu", "kserve-gpu")}
 GPUS = [name for name in FOLDERS if name.endswith("-gpu")]
+TLS_FOLDER = ROOT / "deploy" / "kubernetes-tls"
 
 
 @functools.cache
@@ -451,7 +453,7 @@ def test_autoscaling_uses_an_existing_metric():
     name = metric["pods"]["metric"]["name"]
 
     assert f'"{name}"' in Path(prometheus.__file__).read_text(encoding="utf-8")
-    assert f"`{name}`" in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert f"`{name}`" in (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     assert (
         int(metric["pods"]["target"]["averageValue"]) < config.Settings().max_queue_rows / 8
     )  # long before the queue is full
@@ -479,3 +481,53 @@ def test_documented_scrape_and_rule_provide_the_autoscaling_metric():
             "metrics",
         }
     )
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_manifest_with_tls_matches_the_schema_of_kubernetes(version):
+    for item in build(TLS_FOLDER).values():
+        kubernetes_validate.validate(item, version, strict=True)
+
+
+def test_tls_overlay_changes_only_the_pods_and_their_settings():
+    plain, tls = build(FOLDER), build(TLS_FOLDER)
+
+    assert tls.keys() == plain.keys()
+    assert {kind for kind in plain if tls[kind] != plain[kind]} == {"Deployment", "ConfigMap"}
+    assert read(TLS_FOLDER / "kustomization.yaml")["images"] == KUSTOMIZATION["images"]
+
+
+def test_settings_with_tls_differ_only_in_access():
+    secured = tomllib.loads(build(TLS_FOLDER)["ConfigMap"]["data"]["camserve.toml"])
+    changed = {name for name in secured.keys() | SETTINGS.keys() if secured.get(name) != SETTINGS.get(name)}
+    exposure.check(config.Settings.model_construct(**{"address": "0.0.0.0:50051", **secured}))
+
+    assert changed == {"insecure", "tls_cert", "tls_key", "tokens_file"}
+
+
+def test_pod_with_tls_mounts_the_files_of_its_settings():
+    pod = pod_of(build(TLS_FOLDER))
+    settings = tomllib.loads((TLS_FOLDER / "camserve.toml").read_text(encoding="utf-8"))
+    mounts = {mount["name"]: mount["mountPath"] for mount in container(pod)["volumeMounts"]}
+    (secret,) = (volume for volume in pod["volumes"] if "secret" in volume)
+    folders = {str(Path(settings[name]).parent) for name in ("tls_cert", "tls_key", "tokens_file")}
+
+    assert folders == {mounts[secret["name"]]}
+    assert secret["secret"]["defaultMode"] == 0o440
+    assert pod["securityContext"]["fsGroup"] == POD["spec"]["securityContext"]["fsGroup"]
+
+
+def test_commands_of_probes_with_tls_ask_for_health():
+    pod = container(pod_of(build(TLS_FOLDER)))
+    settings = tomllib.loads((TLS_FOLDER / "camserve.toml").read_text(encoding="utf-8"))
+    for name, service in (("startup", ""), ("liveness", grpc_server.LIVE), ("readiness", "")):
+        probe = pod[f"{name}Probe"]
+        program, command, *words = probe["exec"]["command"]
+        context = cli.main.commands[command].make_context(command, words)
+
+        assert (program, command, context.params["service"]) == ("camserve", "health", service)
+        assert (context.params["server"], context.params["ca"]) == ("localhost:50051", settings["tls_cert"])
+        assert "grpc" not in probe
+        assert probe["timeoutSeconds"] <= probe["periodSeconds"]
+        least = config.Settings().max_batch_seconds if service else 0
+        assert probe["periodSeconds"] * probe["failureThreshold"] >= least

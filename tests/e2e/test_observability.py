@@ -93,7 +93,8 @@ def test_compose_starts_pinned_images_with_these_files():
 
 
 def queries():
-    """Yield every expression of the dashboard and the rules in a form for Prometheus; alerts without thresholds."""
+    """Yield each expression of dashboard, rules and docs/metrics.md for Prometheus; alerts without thresholds."""
+    yield from re.findall(r"```promql\n(.*?)```", (ROOT / "docs" / "metrics.md").read_text(), re.DOTALL)
     for panel in panels():
         for target in panel["targets"]:
             filled = target["expr"].replace("$__rate_interval", "1m")

@@ -274,9 +274,9 @@ def test_worker_reports_its_gpu_memory(device, tiny):
 
 
 def documented():
-    """Yield name, type and labels of each metric that docs/metrics.md lists."""
-    page = (ROOT / "docs/metrics.md").read_text()
-    for name, kind, labels in re.findall(r"^\| `(camserve_\w+)` \| (\w+) \|([^|]*)\|", page, re.MULTILINE):
+    """Yield name, type and labels of each metric that docs/reference/metrics.md lists."""
+    page = (ROOT / "docs/reference/metrics.md").read_text()
+    for name, kind, labels in re.findall(r"^\| `(camserve_\w+)` \| (\w+)[^|]* \|([^|\n]*)\|", page, re.MULTILINE):
         yield name, kind, tuple(re.findall(r"`(\w+)`", labels))
 
 

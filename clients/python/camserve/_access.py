@@ -33,6 +33,15 @@ class AccessOptions(TypedDict, total=False):
         client_key: Path of the key of the client's certificate in PEM.
         token: A token that `camserve-server token new` printed. It is sent only over TLS or to the
             local machine.
+
+    Example:
+        >>> access: camserve.AccessOptions = {"tls": True, "token": "camserve_Zk3v"}
+        >>> camserve.Client("explain.example.com:443", **access).close()
+        >>> try:
+        ...     camserve.Client("explain.example.com:443", token="camserve_Zk3v")
+        ... except camserve.InvalidArgument as error:
+        ...     print(error)
+        the token would be sent to explain.example.com:443 without encryption, ...: pass tls=True or tls=PATH
     """
 
     tls: bool | str | os.PathLike[str]

@@ -122,6 +122,12 @@ class ExplainOptions(TypedDict, total=False):
             order: ``silence(layer, channels)``, ``scale``, ``clamp``, ``replace_mean`` or
             ``clip_gradient``. ``result.predictions`` are those of the changed model, and
             ``result.unchanged_predictions`` those of the model itself. Default: none.
+
+    Example:
+        >>> options: camserve.ExplainOptions = {"methods": ["gradcam"], "targets": ["tabby"], "max_side": 200}
+        >>> explanation = client.explain("cat.jpg", **options).explanations[0]
+        >>> explanation.heading, explanation.image.size
+        ('tabby · gradcam', (200, 133))
     """
 
     model: str | None
@@ -161,6 +167,12 @@ class ImageWithOptions(ExplainOptions):
 
     Attributes:
         image: The image, as for ``explain``.
+
+    Example:
+        >>> item: camserve.ImageWithOptions = {"image": "cat.jpg", "targets": ["tiger cat"]}
+        >>> results = client.explain_many(["cat.jpg", item])
+        >>> [result.explanations[0].title for result in results]
+        ['Egyptian cat', 'tiger cat']
     """
 
     image: Required[ImageLike]

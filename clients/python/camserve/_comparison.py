@@ -52,6 +52,14 @@ class Comparison:
         probability_change: Probability of the explained class, of the candidate minus that of the baseline.
         verdicts: Verdicts on both maps.
         same_target: True if both maps explain the same class.
+
+    Example:
+        >>> first, second = client.explain("cat.jpg", methods=["gradcam", "layercam"]).explanations
+        >>> comparison = first.compare(second, box=(75, 0, 300, 300))
+        >>> round(comparison.spearman, 2), round(comparison.iou, 2), comparison.verdict_changed
+        (0.98, 0.67, False)
+        >>> [round(share, 2) for share in comparison.box_energy]
+        [0.84, 0.84]
     """
 
     spearman: float
@@ -77,7 +85,14 @@ class Comparison:
         return self.verdicts[0] != self.verdicts[1]
 
     def plain(self) -> dict[str, Any]:
-        """Return the comparison as plain values for JSON, with None for NaN."""
+        """Return the comparison as plain values for JSON, with None for NaN.
+
+        Example:
+            >>> first, second = client.explain("cat.jpg", methods=["gradcam", "layercam"]).explanations
+            >>> plain = first.compare(second).plain()
+            >>> plain["verdicts"], plain["same_target"], plain["score_change"]
+            (['OK', 'OK'], True, 0.0)
+        """
         numbers = ("spearman", "iou", "shift", "ssim", "pearson", "kl", "score_change", "probability_change")
         return {
             **{name: _json_number(getattr(self, name)) for name in numbers},
@@ -96,6 +111,13 @@ class ResultComparison:
         baseline: Result of the first model.
         candidate: Result of the second model, for the same targets.
         comparisons: One comparison for each pair of explanations, in their order.
+
+    Example:
+        >>> both = client.compare("cat.jpg", "segmenter", "segmenter-2", targets=camserve.segment("red"))
+        >>> both.same_prediction, len(both.comparisons)
+        (True, 1)
+        >>> both.candidate.model, both.candidate.explanations[0].title
+        ('segmenter-2', 'red')
     """
 
     baseline: Result

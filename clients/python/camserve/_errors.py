@@ -72,6 +72,15 @@ class CamserveError(Exception):
             None if the server did not specify it.
         reason: The state of the server that caused the error, such as STARTING or QUEUE_FULL; empty
             if the server did not specify it.
+
+    Example:
+        >>> try:
+        ...     client.explain("cat.jpg", layers=["bn3"])
+        ... except camserve.CamserveError as error:
+        ...     print(f"{error.code.name}: {error.message}")
+        ...     print(list(error.fields))
+        NOT_FOUND: unknown layer "bn3": ... (did you mean "blocks.1.0.bn3", ...?)
+        ['layers[0]']
     """
 
     code = grpc.StatusCode.UNKNOWN
@@ -100,43 +109,104 @@ class CamserveError(Exception):
 
 
 class InvalidArgument(CamserveError):
-    """A field is out of range, or the image cannot be read."""
+    """A field is out of range, or the image cannot be read.
+
+    Example:
+        >>> try:
+        ...     client.explain("cat.jpg", top_k=17)
+        ... except camserve.InvalidArgument as error:
+        ...     print(error.message)
+        top_k: 17 is not between 1 and 16
+    """
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class NotFound(CamserveError):
-    """The model, layer, label or method does not exist."""
+    """The model, layer, label or method does not exist.
+
+    Example:
+        >>> try:
+        ...     client.explain("cat.jpg", targets=["tabby cat"])
+        ... except camserve.NotFound as error:
+        ...     print(error.message)
+        efficientnet_lite0 has no label "tabby cat" (did you mean "tabby"?)
+    """
 
     code = grpc.StatusCode.NOT_FOUND
 
 
 class FailedPrecondition(CamserveError):
-    """The method cannot explain the layer, or the result lacks a part that was not requested."""
+    """The method cannot explain the layer, or the result lacks a part that was not requested.
+
+    Example:
+        >>> explanation = client.explain("cat.jpg", overlay=None).explanations[0]
+        >>> try:
+        ...     explanation.save("why.jpg")
+        ... except camserve.FailedPrecondition as error:
+        ...     print(error.message)
+        the result has no overlay; request it with client.explain(..., overlay="jpeg")
+    """
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class ResourceExhausted(CamserveError):
-    """The server's queue is full, or a message is too large."""
+    """The server's queue is full, or a message is too large.
+
+    Example:
+        >>> try:
+        ...     client.explain(bytes(2**21))  # this server takes messages of up to 1 MiB
+        ... except camserve.ResourceExhausted as error:
+        ...     print(error.message)
+        SERVER: Received message larger than max (2097... vs. 1048576)
+    """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class DeadlineExceeded(CamserveError):
-    """The response did not arrive in time."""
+    """The response did not arrive in time.
+
+    Example:
+        >>> try:
+        ...     client.explain("cat.jpg", timeout=0.001)
+        ... except camserve.DeadlineExceeded as error:
+        ...     print(error.message)
+        localhost:50051 did not answer in time
+    """
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class Cancelled(CamserveError):
-    """The call was cancelled, for example by closing the client."""
+    """The call was cancelled, for example by closing the client.
+
+    Example:
+        >>> import threading
+        >>> client = camserve.Client("localhost:50051")
+        >>> threading.Timer(0.5, client.close).start()
+        >>> try:
+        ...     client.explain("cat.jpg", methods=[("rise", {"samples": 16000})])  # takes much longer
+        ... except camserve.Cancelled as error:
+        ...     print(error.message)
+        the client was closed
+    """
 
     code = grpc.StatusCode.CANCELLED
 
 
 class Unavailable(CamserveError):
-    """No server answers at the address, or the server is starting or draining."""
+    """No server answers at the address, or the server is starting or draining.
+
+    Example:
+        >>> with camserve.Client("localhost:1", retries=0) as client:
+        ...     try:
+        ...         client.models()
+        ...     except camserve.Unavailable as error:
+        ...         print(error.message)
+        no server answers at localhost:1: ...
+    """
 
     code = grpc.StatusCode.UNAVAILABLE
 
@@ -146,19 +216,45 @@ class StatusLost(Unavailable):
 
 
 class Unauthenticated(CamserveError):
-    """The credentials are missing or invalid."""
+    """The credentials are missing or invalid.
+
+    Example:
+        >>> with camserve.Client("localhost:50052") as client:  # this server has a file of tokens
+        ...     try:
+        ...         client.models()
+        ...     except camserve.Unauthenticated as error:
+        ...         print(error.message)
+        this server requires a token: ...
+    """
 
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class PermissionDenied(CamserveError):
-    """The credentials do not allow the call."""
+    """The credentials do not allow the call.
+
+    Example:
+        >>> with camserve.Client("localhost:50052", token=token) as client:
+        ...     try:
+        ...         client.load_model("segmenter")
+        ...     except camserve.PermissionDenied as error:
+        ...         print(error.message)
+        this RPC requires a token with the role admin; your token has explain, observe
+    """
 
     code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class Internal(CamserveError):
-    """Fault of the server; its log has the request id."""
+    """Fault of the server; its log has the request id.
+
+    Example:
+        >>> try:
+        ...     camserve.Picture("jpeg", b"no JPEG", width=4, height=4).open()
+        ... except camserve.Internal as error:
+        ...     print(error.message)
+        the server sent a picture that cannot be decoded: ...
+    """
 
     code = grpc.StatusCode.INTERNAL
 

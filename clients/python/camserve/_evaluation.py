@@ -27,8 +27,15 @@ if TYPE_CHECKING:
 class Metric:
     """A metric and its parameters. Omitted parameters have the server's defaults.
 
-    >>> Metric("deletion", {"steps": 50})
-    Metric(name='deletion', parameters={'steps': 50})
+    Attributes:
+        name: Name of the metric.
+        parameters: Values of the parameters by name.
+
+    Example:
+        >>> metric = camserve.Metric("deletion", {"steps": 4})
+        >>> reading = client.evaluate("cat.jpg", metrics=[metric]).readings[0]
+        >>> reading.metric, reading.parameters
+        ('deletion', {'steps': 4.0})
     """
 
     name: str
@@ -50,6 +57,13 @@ class MetricInfo:
         higher_is_better: True if higher values are better, False if lower values are.
         needs_box: True if it needs the position of the object.
         repeats: True if it computes the explanation again.
+
+    Example:
+        >>> metrics = {metric.name: metric for metric in client.metrics()}
+        >>> metrics["deletion"].rows, metrics["deletion"].higher_is_better
+        (20, False)
+        >>> print(metrics["deletion"].summary)
+        Measure how fast the probability falls when pixels are removed, the greatest first
     """
 
     name: str
@@ -71,6 +85,14 @@ class Curve:
         name: Name of the curve, such as "hottest first".
         x: The share of the pixels that were changed, or of the model that was randomised, 0 to 1.
         y: The target's probability at x, or the similarity of the maps.
+
+    Example:
+        >>> metric = ("insertion", {"steps": 4})
+        >>> curve = client.evaluate("cat.jpg", metrics=[metric]).readings[0].curves[0]
+        >>> curve.name, curve.x
+        ('insertion', (0.0, 0.25, 0.5, 0.75, 1.0))
+        >>> [round(probability, 1) for probability in curve.y]  # from a blurred photo to the photo itself
+        [0.4, 0.6, 0.7, 0.5, 0.4]
     """
 
     name: str
@@ -90,6 +112,12 @@ class Reading:
         message: A remark on the value; may be empty.
         curves: The curves that the value summarises.
         parameters: All parameters of the metric, including defaults.
+
+    Example:
+        >>> for reading in client.evaluate("cat.jpg", metrics=["sparseness", "complexity"]).readings:
+        ...     print(reading.metric, round(reading.value, 1), reading.higher_is_better)
+        sparseness 0.3 True
+        complexity 10.7 False
     """
 
     explanation: Explanation
@@ -102,7 +130,13 @@ class Reading:
 
     @property
     def rank(self) -> float:
-        """Sort key: lower for better maps, infinite if the map cannot be evaluated."""
+        """Sort key: lower for better maps, infinite if the map cannot be evaluated.
+
+        Example:
+            >>> evaluation = client.evaluate("cat.jpg", methods=["gradcam", "layercam"], metrics=["sparseness"])
+            >>> min(evaluation.readings, key=lambda reading: reading.rank).explanation.method
+            'gradcam'
+        """
         if math.isnan(self.value):
             return math.inf
         return -self.value if self.higher_is_better else self.value
@@ -115,6 +149,18 @@ class Evaluation:
     Attributes:
         explained: The explanations, as returned by ``Client.explain``.
         readings: The readings of the first explanation by every metric, then those of the second, and so on.
+
+    Example:
+        >>> methods = ["gradcam", "layercam"]
+        >>> evaluation = client.evaluate("cat.jpg", methods=methods, metrics=["sparseness", "complexity"])
+        >>> print(evaluation.table())
+                  sparseness ↑  complexity ↓
+        gradcam   0.263 *       10.710 *
+        layercam  0.252         10.719
+        >>> [reading.metric for reading in evaluation.rows[0]], evaluation.labels
+        (['sparseness', 'complexity'], ('gradcam', 'layercam'))
+        >>> sorted(evaluation.best)  # rows and columns that the table marks
+        [(0, 0), (0, 1)]
     """
 
     explained: Result
@@ -153,7 +199,12 @@ class Evaluation:
         return frozenset(best)
 
     def cells(self) -> tuple[tuple[str, ...], ...]:
-        """Return the cells of the table: a line of headings, then a line with a label for each explanation."""
+        """Return the cells of the table: a line of headings, then a line with a label for each explanation.
+
+        Example:
+            >>> client.evaluate("cat.jpg", methods=["gradcam", "layercam"], metrics=["sparseness"]).cells()
+            (('', 'sparseness ↑'), ('gradcam', '0.263'), ('layercam', '0.252'))
+        """
         first_row = self.rows[0] if self.rows else ()
         headings = ("", *(f"{reading.metric} {'↑' if reading.higher_is_better else '↓'}" for reading in first_row))
         lines = (
@@ -163,7 +214,15 @@ class Evaluation:
         return (headings, *lines)
 
     def table(self) -> str:
-        """Return the table as text; ↑ means that higher is better, * marks the best of each column."""
+        """Return the table as text; ↑ means that higher is better, * marks the best of each column.
+
+        Example:
+            >>> evaluation = client.evaluate("cat.jpg", methods=["gradcam", "layercam"], metrics=["sparseness"])
+            >>> print(evaluation.table())
+                      sparseness ↑
+            gradcam   0.263 *
+            layercam  0.252
+        """
         cells = [list(map(printable, line)) for line in self.cells()]
         for row, column in self.best:
             cells[row + 1][column + 1] += " *"
@@ -172,7 +231,13 @@ class Evaluation:
         return "\n".join(line.rstrip() for line in lines)
 
     def remarks(self) -> tuple[tuple[str, str], ...]:
-        """Return the messages of readings, each with the label of its explanation and its metric."""
+        """Return the messages of readings, each with the label of its explanation and its metric.
+
+        Example:
+            >>> silenced = [camserve.silence("bn2")]  # all features are zero
+            >>> client.evaluate("cat.jpg", metrics=["sparseness"], interventions=silenced).remarks()
+            (('gradcam, sparseness', 'the map has the same value everywhere'),)
+        """
         return tuple(
             (f"{label}, {reading.metric}", reading.message)
             for label, row in zip(self.labels, self.rows, strict=True)
@@ -181,7 +246,13 @@ class Evaluation:
         )
 
     def plain(self) -> list[dict[str, object]]:
-        """Return the readings as plain values for JSON; a value that is NaN becomes None."""
+        """Return the readings as plain values for JSON; a value that is NaN becomes None.
+
+        Example:
+            >>> plain = client.evaluate("cat.jpg", metrics=["sparseness"]).plain()
+            >>> plain[0]["method"], plain[0]["metric"], round(plain[0]["value"], 2)
+            ('gradcam', 'sparseness', 0.26)
+        """
         return [
             {
                 "method": reading.explanation.method,
@@ -198,7 +269,13 @@ class Evaluation:
         ]
 
     def plot(self) -> Image.Image:
-        """Draw the overlays side by side, and below them a chart of each metric."""
+        """Draw the overlays side by side, and below them a chart of each metric.
+
+        Example:
+            >>> evaluation = client.evaluate("cat.jpg", methods=["gradcam", "layercam"], metrics=["sparseness"])
+            >>> evaluation.plot().size
+            (540, 320)
+        """
         pictures = [explanation.overlay_picture for explanation in self.explained.explanations]
         tiles = [
             comparison.Tile(label, picture.open() if picture else None)
@@ -215,6 +292,11 @@ class Evaluation:
         Raises:
             InvalidArgument: The suffix is not one of these.
             OSError: The file cannot be written.
+
+        Example:
+            >>> evaluation = client.evaluate("cat.jpg", methods=["gradcam", "layercam"], metrics=["sparseness"])
+            >>> evaluation.save("metrics.png").name
+            'metrics.png'
         """
         file = Path(path)
         if file.suffix.lower() not in FORMATS:

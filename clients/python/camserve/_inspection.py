@@ -43,6 +43,11 @@ class Statistics:
         zeros: Share of all values that are exactly zero, 0 to 1.
         norm: L2 norm: the square root of the sum of squares.
         non_finite: Number of values that are NaN or infinite.
+
+    Example:
+        >>> statistics = client.inspect("cat.jpg", layers=["bn2"]).layers[0].activation
+        >>> round(statistics.mean, 2), statistics.maximum, f"{statistics.zeros:.0%}", statistics.non_finite
+        (0.13, 6.0, '94%', 0)
     """
 
     mean: float
@@ -68,6 +73,11 @@ class LayerReading:
         gradient: Statistics of the score's gradient with respect to the output; zeros if the score
             does not depend on it.
         container: True if the module contains other modules, which have readings of their own.
+
+    Example:
+        >>> layer = client.inspect("cat.jpg", layers=["bn2"]).layers[0]
+        >>> layer.name, layer.type, layer.output_shape, layer.trouble
+        ('bn2', 'BatchNormAct2d', (1, 1280, 7, 7), '')
     """
 
     name: str
@@ -80,7 +90,13 @@ class LayerReading:
 
     @property
     def trouble(self) -> str:
-        """Description of a problem with the layer, or an empty string."""
+        """Description of a problem with the layer, or an empty string.
+
+        Example:
+            >>> silenced = [camserve.silence("bn2")]
+            >>> client.inspect("cat.jpg", layers=["bn2"], interventions=silenced).layers[0].trouble
+            'dead: all zeros'
+        """
         if not self.elements:
             return "no numeric output"
         non_finite = self.activation.non_finite + self.gradient.non_finite
@@ -105,6 +121,13 @@ class Inspection:
         timing: Duration of each stage of the request.
         predictions: The model's first predictions, up to five, with the interventions of the request.
         unchanged_predictions: Those without interventions; empty for a request without any.
+
+    Example:
+        >>> inspection = client.inspect("cat.jpg", target="tabby", layers=["conv_stem", "bn2"])
+        >>> inspection.title, round(inspection.score, 1)
+        ('efficientnet_lite0 · tabby', 8.2)
+        >>> [layer.name for layer in inspection.leaves]  # the batch normalisation contains its activation
+        ['conv_stem']
     """
 
     layers: tuple[LayerReading, ...] = field(repr=False)
@@ -128,7 +151,14 @@ class Inspection:
         return tuple(layer for layer in self.layers if layer.elements and not layer.container)
 
     def table(self) -> str:
-        """All statistics as text, one line for each layer."""
+        """All statistics as text, one line for each layer.
+
+        Example:
+            >>> print(client.inspect("cat.jpg", layers=["conv_stem", "bn2"]).table())
+            layer      type            output        mean    std    min    max   zeros  norm      gradient
+            conv_stem  Conv2dSame      1×32×112×112  ...
+            bn2        BatchNormAct2d  1×1280×7×7    ...
+        """
         rows = [HEADINGS, *(tuple(map(printable, row(layer))) for layer in self.layers)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in rows)
@@ -141,6 +171,10 @@ class Inspection:
 
         Raises:
             FailedPrecondition: There is no measured layer without other modules inside.
+
+        Example:
+            >>> client.inspect("cat.jpg", layers=["conv_stem", "conv_head"]).plot().size
+            (1000, 156)
         """
         from camserve._plots.norms import plot_norms  # noqa: PLC0415 -- the fonts are only loaded for a plot
 
@@ -151,9 +185,18 @@ class Inspection:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plot (.png, .jpg, .webp) or the table (.txt).
 
+        Returns:
+            The path.
+
         Raises:
             InvalidArgument: The suffix is not supported.
+            FailedPrecondition: There is nothing to plot, see ``plot``.
             OSError: The file cannot be written.
+
+        Example:
+            >>> inspection = client.inspect("cat.jpg", layers=["conv_stem", "conv_head"])
+            >>> inspection.save("layers.png").name, inspection.save("layers.txt").name
+            ('layers.png', 'layers.txt')
         """
         destination = Path(path)
         if destination.suffix.lower() == ".txt":
@@ -183,6 +226,11 @@ class Channel:
             reconstructed features; share of a head's attention that goes to the patches. 0 for a channel.
         nearest: The likeliest classes of a concept, if the model's last layer takes the mean of the
             layer's features.
+
+    Example:
+        >>> channel = client.features("cat.jpg", top=1).channels[0]
+        >>> channel.index, round(channel.mean_activation, 1)
+        (287, 4.4)
     """
 
     index: int
@@ -204,6 +252,13 @@ class FeatureBasis:
         background_mean: Mean of the features of all cells, background included [C]; None if no
             background is left out.
         background_vector: The first component of these [C]. Cells with a score of 0 or less are background.
+
+    Example:
+        >>> basis = client.features("cat.jpg", rank="pca", top=3).basis
+        >>> basis.vectors.shape  # 3 components of 1280 channels
+        (3, 1280)
+        >>> [round(float(share), 2) for share in basis.shares]
+        [0.25, 0.24, 0.08]
     """
 
     mean: NDArray[np.float32]
@@ -239,6 +294,11 @@ class Features:
         unchanged_predictions: Those without interventions; empty for a request without any.
         basis: The principal components, to project other photos on; None for other ranks.
         rank: The option ``rank`` of the request.
+
+    Example:
+        >>> features = client.features("cat.jpg", top=3)
+        >>> features.layer, features.grid, features.maps.shape
+        ('bn2', (7, 7), (3, 7, 7))
     """
 
     channels: tuple[Channel, ...]
@@ -265,16 +325,28 @@ class Features:
 
         Raises:
             FailedPrecondition: They were not requested.
+
+        Example:
+            >>> client.features("cat.jpg", top=3).image.size
+            (502, 436)
         """
         return self._require_picture().open()
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the tiles (.png, .jpg, .webp) or the raw maps (.npy).
 
+        Returns:
+            The path.
+
         Raises:
             InvalidArgument: The suffix is not supported.
             FailedPrecondition: The tiles or maps were not requested.
             OSError: The file cannot be written.
+
+        Example:
+            >>> features = client.features("cat.jpg", top=3)
+            >>> features.save("channels.png").name, features.save("channels.npy").name
+            ('channels.png', 'channels.npy')
         """
         destination = Path(path)
         if destination.suffix.lower() != ".npy":

@@ -48,6 +48,12 @@ class InspectOptions(TypedDict, total=False):
         texts: Texts that are the classes of this request: see ``ExplainOptions``.
         value_range: Values of the photo that the model takes as 0 and 1: see ``ExplainOptions``.
         interventions: Changes to what layers return: see ``ExplainOptions``.
+
+    Example:
+        >>> options: camserve.InspectOptions = {"target": "tabby", "layers": ["conv_stem", "bn2"]}
+        >>> inspection = client.inspect("cat.jpg", **options)
+        >>> inspection.target.label, [layer.name for layer in inspection.layers]
+        ('tabby', ['conv_stem', 'bn2'])
     """
 
     model: str | None
@@ -82,6 +88,11 @@ class FeaturesOptions(TypedDict, total=False):
         basis: With "pca", the ``basis`` of an earlier result to project the features on, instead of
             computing components.
         foreground: With "pca", True to leave out the background, found by the first component.
+
+    Example:
+        >>> options: camserve.FeaturesOptions = {"layer": "bn2", "rank": "gradient", "top": 4, "picture": None}
+        >>> client.features("cat.jpg", **options).maps.shape
+        (4, 7, 7)
     """
 
     layer: str | None

@@ -26,6 +26,13 @@ class Intervention:
         minimum: The minimum of ``clamp``; None without one.
         maximum: The maximum of ``clamp``; None without one.
         limit: The limit of ``clip_gradient``.
+
+    Example:
+        >>> intervention = camserve.silence("bn2", channels=[287])
+        >>> intervention.change, intervention.layer, intervention.channels
+        ('silence', 'bn2', (287,))
+        >>> intervention
+        silence('bn2', channels=[287])
     """
 
     change: str
@@ -51,9 +58,6 @@ def silence(layer: str, channels: Iterable[SupportsIndex] = (), *, input: bool =
     A layer's channels are the second axis of a convolution's output [B, C, h, w], and the last one of a
     transformer's [B, N, C] or [B, h, w, C].
 
-    >>> silence("layer4", channels=[12, 40])
-    silence('layer4', channels=[12, 40])
-
     Args:
         layer: Name of the layer, as ``Client.layers`` lists them.
         channels: Indices of the channels, from 0, each once, up to 8192. Default: all channels.
@@ -62,6 +66,11 @@ def silence(layer: str, channels: Iterable[SupportsIndex] = (), *, input: bool =
     Raises:
         InvalidArgument: The channels are no list of indices. ``explain`` raises it for a channel that the
             layer does not have, and ``NotFound`` for an unknown layer.
+
+    Example:
+        >>> result = client.explain("cat.jpg", interventions=[camserve.silence("bn2", channels=[216, 826])])
+        >>> [round(predictions[0].probability, 2) for predictions in (result.unchanged_predictions, result.predictions)]
+        [0.38, 0.44]
     """
     return Intervention("silence", layer, indices(channels, "channels"), input)
 
@@ -69,14 +78,19 @@ def silence(layer: str, channels: Iterable[SupportsIndex] = (), *, input: bool =
 def scale(layer: str, factor: float, channels: Iterable[SupportsIndex] = (), *, input: bool = False) -> Intervention:  # noqa: A002 -- as above
     """Multiply channels of a layer by a factor.
 
-    >>> scale("layer3", 0.5)
-    scale('layer3', factor=0.5)
-
     Args:
         layer: Name of the layer.
         factor: The factor, a finite number.
         channels: The channels, as for ``silence``.
         input: As for ``silence``.
+
+    Raises:
+        InvalidArgument: As for ``silence``.
+
+    Example:
+        >>> result = client.explain("cat.jpg", interventions=[camserve.scale("bn2", 2.0)])
+        >>> [round(predictions[0].probability, 2) for predictions in (result.unchanged_predictions, result.predictions)]
+        [0.38, 0.5]
     """
     return Intervention("scale", layer, indices(channels, "channels"), input, factor=factor)
 
@@ -91,15 +105,20 @@ def clamp(
 ) -> Intervention:
     """Limit the values of channels to a range.
 
-    >>> clamp("layer2", minimum=0, maximum=6)
-    clamp('layer2', minimum=0, maximum=6)
-
     Args:
         layer: Name of the layer.
         minimum: Smaller values become this one. Default: no minimum, and then there must be a maximum.
         maximum: Larger values become this one, which is at least the minimum. Default: no maximum.
         channels: The channels, as for ``silence``.
         input: As for ``silence``.
+
+    Raises:
+        InvalidArgument: As for ``silence``.
+
+    Example:
+        >>> result = client.explain("cat.jpg", interventions=[camserve.clamp("bn2", maximum=1)])
+        >>> [round(predictions[0].score, 1) for predictions in (result.unchanged_predictions, result.predictions)]
+        [9.0, 3.2]
     """
     return Intervention("clamp", layer, indices(channels, "channels"), input, minimum=minimum, maximum=maximum)
 
@@ -110,13 +129,18 @@ def replace_mean(layer: str, channels: Iterable[SupportsIndex] = (), *, input: b
     The tokens before and after a transformer's grid, such as the class token, stay as they are. A layer
     without a grid is refused.
 
-    >>> replace_mean("layer4", channels=[3])
-    replace_mean('layer4', channels=[3])
-
     Args:
         layer: Name of the layer.
         channels: The channels, as for ``silence``.
         input: As for ``silence``.
+
+    Raises:
+        InvalidArgument: As for ``silence``.
+
+    Example:
+        >>> result = client.explain("cat.jpg", interventions=[camserve.replace_mean("bn2")])
+        >>> result.explanations[0].verdict  # without places, the map is the same everywhere
+        <Verdict.FLAT: 'FLAT'>
     """
     return Intervention("replace_mean", layer, indices(channels, "channels"), input)
 
@@ -127,13 +151,21 @@ def clip_gradient(layer: str, limit: float, channels: Iterable[SupportsIndex] = 
     The predictions stay the same. The maps of this layer, and of layers before it, are computed from the
     limited gradient.
 
-    >>> clip_gradient("layer3", 1.0)
-    clip_gradient('layer3', limit=1.0)
-
     Args:
         layer: Name of the layer.
         limit: The largest absolute value, above 0.
         channels: The channels, as for ``silence``.
+
+    Raises:
+        InvalidArgument: As for ``silence``.
+
+    Example:
+        >>> clipped = camserve.clip_gradient("bn2", 1e-5)
+        >>> result = client.explain("cat.jpg", interventions=[clipped])
+        >>> [round(predictions[0].score, 1) for predictions in (result.unchanged_predictions, result.predictions)]
+        [9.0, 9.0]
+        >>> result.explanations[0].scale < client.explain("cat.jpg").explanations[0].scale
+        True
     """
     return Intervention("clip_gradient", layer, indices(channels, "channels"), limit=limit)
 

@@ -28,7 +28,18 @@ _JPEG_QUALITY = 95
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle in pixels; the origin is the upper left corner of the photo."""
+    """A rectangle in pixels; the origin is the upper left corner of the photo.
+
+    Attributes:
+        left: Distance of the left edge from the left edge of the photo.
+        top: Distance of the upper edge from the upper edge of the photo.
+        right: Distance of the right edge from the left edge of the photo.
+        bottom: Distance of the lower edge from the upper edge of the photo.
+
+    Example:
+        >>> client.explain("cat.jpg").photo.seen  # the crop of the model leaves out the sides of this photo
+        Box(left=75.1..., top=0.0, right=375.8..., bottom=300.0)
+    """
 
     left: float
     top: float
@@ -44,6 +55,13 @@ class Photo:
         width: Width in pixels.
         height: Height in pixels.
         seen: The part that the model sees: a resize with a centre crop leaves out a margin.
+
+    Example:
+        >>> photo = client.explain("cat.jpg").photo
+        >>> photo.width, photo.height
+        (451, 300)
+        >>> round(photo.seen.left), round(photo.seen.right)  # columns of pixels
+        (75, 376)
     """
 
     width: int
@@ -60,6 +78,11 @@ class Picture:
         data: Content of the file.
         width: Width in pixels.
         height: Height in pixels.
+
+    Example:
+        >>> picture = client.explain("cat.jpg", overlay="png", max_side=200).explanations[0].overlay_picture
+        >>> picture.format, picture.width, picture.height
+        ('png', 200, 133)
     """
 
     format: str
@@ -73,6 +96,12 @@ class Picture:
         Raises:
             Internal: The data is not a JPEG, PNG or WebP file, is corrupt, or has more pixels than
                 ``PIL.Image.MAX_IMAGE_PIXELS``.
+
+        Example:
+            >>> picture = client.explain("cat.jpg", max_side=200).explanations[0].overlay_picture
+            >>> image = picture.open()
+            >>> image.mode, image.size
+            ('RGB', (200, 133))
         """
         try:
             # Pillow has about forty decoders. Without this list the server could choose any of them.
@@ -86,7 +115,19 @@ class Picture:
         return image
 
     def encoded(self, wanted: str) -> bytes:
-        """Return the file in the ``wanted`` format; it is encoded again only if it has another format."""
+        """Return the file in the ``wanted`` format; it is encoded again only if it has another format.
+
+        Args:
+            wanted: "jpeg", "png" or "webp".
+
+        Raises:
+            Internal: The picture has another format, and cannot be decoded.
+
+        Example:
+            >>> picture = client.explain("cat.jpg", overlay="png", max_side=200).explanations[0].overlay_picture
+            >>> picture.encoded("jpeg")[:2].hex()  # every JPEG file begins with these bytes
+            'ffd8'
+        """
         return self.data if wanted == self.format else encode(self.open(), wanted)
 
 

@@ -66,6 +66,13 @@ class Receipt:
         value_range: The values of the photo that were taken as 0 and 1; None for those of their type.
         interventions: The changes to what layers returned.
         input_channel: Channel of the model's input that the map is of; None for a map of all channels.
+
+    Example:
+        >>> receipt = client.explain("cat.jpg", targets=["tabby"]).explanations[0].receipt
+        >>> receipt.model, receipt.method, receipt.layers, receipt.target
+        ('efficientnet_lite0', 'gradcam', ('bn2',), {'class_index': 281})
+        >>> client.replay(receipt, "cat.jpg").same
+        True
     """
 
     model: str
@@ -94,11 +101,25 @@ class Receipt:
 
     @property
     def heatmap_sha256(self) -> str | None:
-        """SHA-256 of the raw map's values as little-endian float32, row by row; None without a map."""
+        """SHA-256 of the raw map's values as little-endian float32, row by row; None without a map.
+
+        Example:
+            >>> first, second = (client.explain("cat.jpg").explanations[0].receipt for _ in range(2))
+            >>> first.heatmap_sha256 == second.heatmap_sha256  # the maps are equal in every bit
+            True
+        """
         return None if self.heatmap is None else hashlib.sha256(packed(self.heatmap)).hexdigest()
 
     def to_json(self) -> str:
-        """Return the receipt as JSON, with the values of the map in base64."""
+        """Return the receipt as JSON, with the values of the map in base64.
+
+        Example:
+            >>> import json
+            >>> receipt = client.explain("cat.jpg").explanations[0].receipt
+            >>> content = json.loads(receipt.to_json())
+            >>> content["format"], content["method"], content["verdict"]
+            ('camserve receipt 1', 'gradcam', 'OK')
+        """
         content = {field.name: getattr(self, field.name) for field in fields(self)}
         content["score"] = _json_number(self.score)
         content["parameters"] = {name: _json_number(value) for name, value in self.parameters.items()}
@@ -115,6 +136,11 @@ class Receipt:
 
         Raises:
             InvalidArgument: The text is not a receipt, or has a version that this client does not support.
+
+        Example:
+            >>> receipt = client.explain("cat.jpg").explanations[0].receipt
+            >>> camserve.Receipt.from_json(receipt.to_json()).digest == receipt.digest
+            True
         """
         content = _parse_object(text)
         _check_format(content.get("format"))
@@ -125,6 +151,11 @@ class Receipt:
 
         Raises:
             OSError: The file cannot be written.
+
+        Example:
+            >>> receipt = client.explain("cat.jpg").explanations[0].receipt
+            >>> receipt.save("why.receipt.json").name
+            'why.receipt.json'
         """
         destination = Path(path)
         _local.write(destination, self.to_json().encode())
@@ -136,6 +167,13 @@ class Receipt:
 
         Raises:
             InvalidArgument: The file cannot be read, or is not a receipt.
+
+        Example:
+            >>> client.explain("cat.jpg").explanations[0].receipt.save("why.receipt.json").name
+            'why.receipt.json'
+            >>> receipt = camserve.Receipt.load("why.receipt.json")
+            >>> client.replay(receipt, "cat.jpg").same
+            True
         """
         try:
             data = Path(path).read_bytes()

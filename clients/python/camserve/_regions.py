@@ -36,6 +36,12 @@ class RunLengths(TypedDict):
     Attributes:
         size: Height and width of the mask in pixels.
         counts: The lengths of the runs, column by column.
+
+    Example:
+        >>> options = camserve.RegionOptions(masks=True)
+        >>> region = client.explain("cat.jpg", regions=options).explanations[0].regions[0]
+        >>> region.mask["size"], type(region.mask["counts"])
+        ([300, 451], <class 'str'>)
     """
 
     size: list[int]
@@ -54,6 +60,13 @@ class Region:
         peak_value: The raw value there; negative in a region of negative values.
         share: Share of the sum of all shown values of the map that it contains, 0 to 1.
         mask: The mask in COCO's run-length encoding; None if it was not requested.
+
+    Example:
+        >>> region = client.explain("cat.jpg", regions=True).explanations[0].regions[0]
+        >>> region.box
+        Box(left=121.0, top=62.0, right=306.0, bottom=252.0)
+        >>> tuple(map(round, region.peak)), f"{region.share:.0%} of the evidence"
+        ((140, 151), '32% of the evidence')
     """
 
     box: Box
@@ -70,6 +83,12 @@ class Region:
 
         Raises:
             FailedPrecondition: The mask was not requested.
+
+        Example:
+            >>> options = camserve.RegionOptions(masks=True)
+            >>> region = client.explain("cat.jpg", regions=options).explanations[0].regions[0]
+            >>> region.mask_array.shape, region.mask_array.sum() == region.area
+            ((300, 451), np.True_)
         """
         if self.mask is None:
             raise FailedPrecondition(
@@ -80,7 +99,14 @@ class Region:
         return np.repeat(np.arange(runs.size) % 2 == 1, runs).reshape(width, height).T
 
     def plain(self) -> dict[str, Any]:
-        """Return the region as plain values for JSON."""
+        """Return the region as plain values for JSON.
+
+        Example:
+            >>> import json
+            >>> region = client.explain("cat.jpg", regions=True).explanations[0].regions[0]
+            >>> list(json.loads(json.dumps(region.plain())))
+            ['box', 'area', 'contour', 'peak', 'peak_value', 'share', 'mask']
+        """
         return {
             "box": asdict(self.box),
             "area": self.area,

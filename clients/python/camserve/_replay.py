@@ -46,6 +46,12 @@ class Check:
         matters: True if a difference makes the replay differ. Other versions do not matter if the
             numbers agree.
         words: Description of the difference, or of the agreement.
+
+    Example:
+        >>> receipt = client.explain("cat.jpg").explanations[0].receipt
+        >>> checks = client.replay(receipt, "cat.jpg").checks
+        >>> [(check.name, check.same) for check in checks if check.matters]
+        [('photo', True), ('pixels seen', True), ('weights', True), ('score', True), ('map', True)]
     """
 
     name: str
@@ -67,6 +73,17 @@ class Replay:
             the receipt's map. Infinite if the sizes differ, if only one map has non-finite values, or if
             only the receipt's map is zero everywhere; None if either has no map.
         explanation: The new explanation.
+
+    Example:
+        >>> from PIL import Image
+        >>> receipt = client.explain("cat.jpg", targets=["tabby"]).explanations[0].receipt
+        >>> client.replay(receipt, "cat.jpg").same
+        True
+        >>> replay = client.replay(receipt, Image.open("cat.jpg").point(lambda value: value // 2))  # a darker photo
+        >>> [check.name for check in replay.checks if not check.same]
+        ['photo', 'pixels seen', 'score', 'map']
+        >>> replay.differences[0], round(replay.gap, 1)
+        ('the photo differs (SHA-256 ..., was ...)', 0.1)
     """
 
     checks: tuple[Check, ...]

@@ -39,6 +39,13 @@ class Verdict(StrEnum):
         FLAT: The map has the same value everywhere.
         ZERO_GRADIENT: The gradient is zero everywhere: the score does not depend on the layer.
         NON_FINITE: The map has NaN or infinite values; the picture is blank.
+
+    Example:
+        >>> client.explain("cat.jpg").explanations[0].verdict
+        <Verdict.OK: 'OK'>
+        >>> silenced = client.explain("cat.jpg", interventions=[camserve.silence("bn2")])  # all features are zero
+        >>> silenced.explanations[0].verdict, silenced.explanations[0].verdict_message
+        (<Verdict.FLAT: 'FLAT'>, 'the map has the same value everywhere')
     """
 
     UNSPECIFIED = "UNSPECIFIED"
@@ -63,6 +70,11 @@ class Prediction:
             its score.
         box: Box of a detected object in the photo, else None.
         area: For a class of a segmentation, the share of the model's input with this class, 0 to 1.
+
+    Example:
+        >>> prediction = client.explain("cat.jpg").predictions[0]
+        >>> prediction.label, prediction.class_index, round(prediction.probability, 2), round(prediction.score, 1)
+        ('Egyptian cat', 285, 0.38, 9.0)
     """
 
     label: str
@@ -74,7 +86,12 @@ class Prediction:
 
     @property
     def name(self) -> str:
-        """The label, or "class 7" if there is no label."""
+        """The label, or "class 7" if there is no label.
+
+        Example:
+            >>> camserve.Prediction(label="", probability=0.9, class_index=7, score=2.2).name
+            'class 7'
+        """
         return self.label or f"class {self.class_index}"
 
 
@@ -90,6 +107,11 @@ class Timing:
         compute_ms: Time in which at least one of the request's batches ran.
         render_ms: Time to draw and encode the pictures.
         batch_rows: Number of rows of the largest batch that the request was part of.
+
+    Example:
+        >>> timing = client.explain("cat.jpg").timing
+        >>> print(f"in a batch of {timing.batch_rows}: {timing.compute_ms:.1f} ms")
+        in a batch of 1: ... ms
     """
 
     decode_ms: float
@@ -135,6 +157,15 @@ class Explanation:
         regions: The regions of the map, if requested, the one with the largest sum first.
         input_channel: Channel of the model's input that the map is of, if ``Method.per_channel`` was
             set; None for a map of all channels.
+
+    Example:
+        >>> explanation = client.explain("cat.jpg", methods=["gradcam"], targets=["tabby"]).explanations[0]
+        >>> explanation.title, explanation.how, explanation.heading, explanation.note
+        ('tabby', 'gradcam', 'tabby · gradcam', 'bn2')
+        >>> explanation.heatmap.shape, explanation.heatmap.dtype  # the grid of the layer
+        ((7, 7), dtype('float32'))
+        >>> explanation.image.size  # the overlay, which explanation.overlay has as a file
+        (451, 300)
     """
 
     method: str
@@ -162,13 +193,25 @@ class Explanation:
 
     @property
     def title(self) -> str:
-        """Name of the explained class, and of the class that it was explained against."""
+        """Name of the explained class, and of the class that it was explained against.
+
+        Example:
+            >>> target = camserve.contrast("tabby", "tiger cat")
+            >>> client.explain("cat.jpg", targets=[target]).explanations[0].title
+            'tabby, not tiger cat'
+        """
         against = f", not {self.contrast.name}" if self.contrast else ""
         return f"{self.target.name}{against}"
 
     @property
     def how(self) -> str:
-        """Name of the method, the smoothing that was used, and the channel of the input, if the map is of one."""
+        """Name of the method, the smoothing that was used, and the channel of the input, if the map is of one.
+
+        Example:
+            >>> method = camserve.Method("gradcam", eigen_smoothing=True)
+            >>> client.explain("cat.jpg", methods=[method]).explanations[0].how
+            'gradcam, eigen smoothing'
+        """
         options = {
             "augmentation smoothing": self.augmentation_smoothing,
             "eigen smoothing": self.eigen_smoothing,
@@ -182,6 +225,11 @@ class Explanation:
 
         Raises:
             FailedPrecondition: The server does not support receipts.
+
+        Example:
+            >>> receipt = client.explain("cat.jpg", targets=["tabby"]).explanations[0].receipt
+            >>> receipt.model, receipt.method, receipt.layers
+            ('efficientnet_lite0', 'gradcam', ('bn2',))
         """
         if self.receipt_or_none is None:
             raise FailedPrecondition("the server sent no receipt: its version does not support them")
@@ -193,6 +241,11 @@ class Explanation:
 
         Raises:
             FailedPrecondition: It was not requested.
+
+        Example:
+            >>> explanation = client.explain("cat.jpg", overlay="jpeg").explanations[0]
+            >>> explanation.overlay[:2].hex()  # every JPEG file begins with these bytes
+            'ffd8'
         """
         return _present(self.overlay_picture, "overlay", 'overlay="jpeg"').data
 
@@ -211,6 +264,11 @@ class Explanation:
 
         Raises:
             FailedPrecondition: It was not requested.
+
+        Example:
+            >>> explanation = client.explain("cat.jpg", heatmap_image="png", overlay=None).explanations[0]
+            >>> explanation.heatmap_image[1:4]
+            b'PNG'
         """
         return _present(self.colored_picture, "heatmap image", 'heatmap_image="png"').data
 
@@ -222,6 +280,13 @@ class Explanation:
 
         Raises:
             FailedPrecondition: The heatmap was not requested.
+
+        Example:
+            >>> heatmap = client.explain("cat.jpg").explanations[0].heatmap_on_image
+            >>> heatmap.shape
+            (300, 451)
+            >>> heatmap[150, 0], heatmap[150, 200] > 0  # the model does not see the left edge of this photo
+            (np.float32(nan), np.True_)
         """
         return onto_photo(_present(self.heatmap, "heatmap", "heatmap=True"), self.photo)
 
@@ -237,6 +302,14 @@ class Explanation:
             InvalidArgument: The suffix is not supported.
             FailedPrecondition: The overlay or map was not requested.
             OSError: The file cannot be written.
+
+        Example:
+            >>> explanation = client.explain("cat.jpg").explanations[0]
+            >>> explanation.save("why.png").name, explanation.save("why.npy").name
+            ('why.png', 'why.npy')
+            >>> import numpy as np
+            >>> np.load("why.npy").shape
+            (7, 7)
         """
         destination = Path(path)
         suffix = destination.suffix.lower()
@@ -263,6 +336,12 @@ class Explanation:
             FailedPrecondition: A heatmap was not requested.
             InvalidArgument: The photos have different sizes, the models see no common part, or the box is
                 invalid.
+
+        Example:
+            >>> tabby, tiger_cat = client.explain("cat.jpg", targets=["tabby", "tiger cat"]).explanations
+            >>> comparison = tabby.compare(tiger_cat)
+            >>> comparison.same_target, round(comparison.spearman, 2)  # they look at the same places
+            (False, 0.97)
         """
         return _comparison.compare(self, candidate, box)
 
@@ -276,7 +355,13 @@ class Explanation:
 
     @property
     def warning(self) -> str:
-        """The verdict with its description; empty if it is OK."""
+        """The verdict with its description; empty if it is OK.
+
+        Example:
+            >>> silenced = client.explain("cat.jpg", interventions=[camserve.silence("bn2")])  # all features are zero
+            >>> silenced.explanations[0].warning
+            'FLAT: the map has the same value everywhere'
+        """
         return "" if self.verdict is Verdict.OK else f"{self.verdict}: {self.verdict_message}"
 
     @property
@@ -285,7 +370,12 @@ class Explanation:
         return " · ".join(filter(None, (self.layer, self.warning)))
 
     def html(self) -> str:
-        """The overlay with its title as HTML, for a notebook."""
+        """The overlay with its title as HTML, for a notebook.
+
+        Example:
+            >>> print(client.explain("cat.jpg").explanations[0].html())
+            <figure ...<img ...Egyptian cat · gradcam...</figure>
+        """
         return _html.figure(self.overlay_picture, self.heading, self.note)
 
     def _repr_html_(self) -> str:
@@ -311,6 +401,15 @@ class Result:
         source: Reference to the photo, for the display in a notebook.
         unchanged_predictions: The predictions of the model without the request's interventions, as many
             as ``predictions``; empty for a request without interventions.
+
+    Example:
+        >>> result = client.explain("cat.jpg", methods=["gradcam", "layercam"], top_k=2)
+        >>> [(prediction.label, round(prediction.probability, 2)) for prediction in result.predictions[:2]]
+        [('Egyptian cat', 0.38), ('tiger cat', 0.33)]
+        >>> [explanation.heading for explanation in result.explanations]
+        ['Egyptian cat · gradcam', 'tiger cat · gradcam', 'Egyptian cat · layercam', 'tiger cat · layercam']
+        >>> result.size
+        (451, 300)
     """
 
     predictions: tuple[Prediction, ...]
@@ -336,6 +435,12 @@ class Result:
 
         Raises:
             FailedPrecondition: The class map was not requested.
+
+        Example:
+            >>> result = client.explain("cat.jpg", model="segmenter", class_map=True)
+            >>> classes = result.class_map_on_image
+            >>> classes.shape, client.model("segmenter").labels[classes[250, 350]]
+            ((300, 451), 'red')
         """
         return classes_onto_photo(_present(self.class_map, "class map", "class_map=True"), self.photo)
 
@@ -344,6 +449,12 @@ class Result:
 
         It needs no server. If the maps were not requested, or the photo is not available any more, it
         has the overlays instead.
+
+        Example:
+            >>> from pathlib import Path
+            >>> page = client.explain("cat.jpg").html()
+            >>> Path("why.html").write_text(page, encoding="utf-8") == len(page)
+            True
         """
         return comparison.result_html(self)
 

@@ -31,13 +31,19 @@ class Retry:
     A server that is starting is tried again until the call's timeout, and these retries do not count.
     Only ``attempts=0`` prevents that.
 
-    >>> Retry(attempts=0)  # no retries
-    Retry(attempts=0, first=0.25, longest=5.0)
-
     Attributes:
         attempts: The largest number of retries after the first try.
         first: Seconds before the first retry.
         longest: The longest pause in seconds.
+
+    Raises:
+        InvalidArgument: A value is negative.
+
+    Example:
+        >>> client = camserve.Client("localhost:50051", retries=camserve.Retry(attempts=2, longest=1.0))
+        >>> client.close()
+        >>> camserve.Retry(attempts=0)  # no retries
+        Retry(attempts=0, first=0.25, longest=5.0)
     """
 
     attempts: int = 4
@@ -54,6 +60,12 @@ class Retry:
         Args:
             tries: The number of tries so far that count.
             error: The error of the last try.
+
+        Example:
+            >>> retry = camserve.Retry(attempts=2)
+            >>> full = camserve.ResourceExhausted("the queue is full", retry_after=3.0)
+            >>> [retry.pause(tries, full) for tries in (1, 2, 3)]
+            [3.0, 3.0, None]
         """
         if not self.attempts or tries > self.attempts or not _is_retryable(error):
             return None

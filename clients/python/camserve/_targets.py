@@ -21,7 +21,16 @@ _MAX_CLASS_INDEX = 2**32 - 1  # uint32
 
 @dataclass(frozen=True, slots=True)
 class Contrast:
-    """The logit of one class minus the logit of another; each is a label or an index in the model's output."""
+    """The logit of one class minus the logit of another; each is a label or an index in the model's output.
+
+    Attributes:
+        why: The class to explain.
+        why_not: The class to explain it against.
+
+    Example:
+        >>> camserve.contrast("tabby", "tiger cat")
+        Contrast(why='tabby', why_not='tiger cat')
+    """
 
     why: ClassLike
     why_not: ClassLike
@@ -29,14 +38,32 @@ class Contrast:
 
 @dataclass(frozen=True, slots=True)
 class Probability:
-    """The probability of a class instead of its logit."""
+    """The probability of a class instead of its logit.
+
+    Attributes:
+        why: The class to explain, a label or an index in the model's output.
+
+    Example:
+        >>> camserve.probability("tabby")
+        Probability(why='tabby')
+    """
 
     why: ClassLike
 
 
 @dataclass(frozen=True, slots=True)
 class Finer:
-    """The logit of a class minus the weighted logits of similar classes."""
+    """The logit of a class minus the weighted logits of similar classes.
+
+    Attributes:
+        why: The class to explain, a label or an index in the model's output.
+        against: The similar classes; empty for the three whose logits are nearest.
+        weight: Weight of the similar classes, 0 to 1.
+
+    Example:
+        >>> camserve.finer("tabby", "tiger cat", "lynx", weight=0.5)
+        Finer(why='tabby', against=('tiger cat', 'lynx'), weight=0.5)
+    """
 
     why: ClassLike
     against: tuple[ClassLike, ...] = ()
@@ -45,21 +72,46 @@ class Finer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Similarity:
-    """The cosine similarity between the embeddings of the image and of another one."""
+    """The cosine similarity between the embeddings of the image and of another one.
+
+    Attributes:
+        image: The other image, in any form that ``Client.explain`` takes.
+
+    Example:
+        >>> camserve.similarity("cat.jpg").image
+        'cat.jpg'
+    """
 
     image: object
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """The score that a model gives the image and a text."""
+    """The score that a model gives the image and a text.
+
+    Attributes:
+        text: The text.
+
+    Example:
+        >>> camserve.text("a photo of a cat")
+        Text(text='a photo of a cat')
+    """
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The mean logit of a class over a region of the image."""
+    """The mean logit of a class over a region of the image.
+
+    Attributes:
+        why: The class to explain, a label or an index in the model's output.
+        region: The region in pixels of the photo; None for the pixels for which the model predicts the class.
+
+    Example:
+        >>> camserve.segment("cat", (10, 20, 110, 220))
+        Segment(why='cat', region=(10, 20, 110, 220))
+    """
 
     why: ClassLike
     region: BoxLike | None = None
@@ -67,7 +119,19 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mask:
-    """The mean logit of a class over a part of the image that a mask shows."""
+    """The mean logit of a class over a part of the image that a mask shows.
+
+    Attributes:
+        why: The class to explain, a label or an index in the model's output.
+        image: The mask, with the height and width of the photo: pixels that are not 0 are in the part.
+
+    Example:
+        >>> import numpy as np
+        >>> part = np.zeros((300, 451), bool)
+        >>> part[120:180, 40:90] = True
+        >>> camserve.mask("cat", part).why
+        'cat'
+    """
 
     why: ClassLike
     image: object
@@ -75,7 +139,16 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """The score of one detected object."""
+    """The score of one detected object.
+
+    Attributes:
+        why: The class of the object, a label or an index in the model's output.
+        box: Place of the object in pixels of the photo; None for the object with the highest score.
+
+    Example:
+        >>> camserve.detection("dog", (10, 20, 110, 220))
+        Detection(why='dog', box=(10, 20, 110, 220))
+    """
 
     why: ClassLike
     box: BoxLike | None = None
@@ -92,12 +165,14 @@ def contrast(why: ClassLike, why_not: ClassLike) -> Contrast:
     In a segmentation it is the mean difference over the pixels for which the model predicts the first class.
     For a detector it is the difference of the scores that the first class's most certain object has in both classes.
 
-    >>> contrast("tabby", "tiger cat")
-    Contrast(why='tabby', why_not='tiger cat')
-
     Args:
         why: The class to explain, by label or index.
         why_not: The class to explain it against.
+
+    Example:
+        >>> explanation = client.explain("cat.jpg", targets=camserve.contrast("tiger cat", "tabby")).explanations[0]
+        >>> explanation.title, round(explanation.score, 1)  # the logit of the tiger cat is higher by this much
+        ('tiger cat, not tabby', 0.7)
     """
     return Contrast(why, why_not)
 
@@ -108,11 +183,13 @@ def probability(why: ClassLike) -> Probability:
     The probability is the softmax, or the sigmoid for a model whose task is "multilabel". A softmax
     depends on all classes: evidence against another class is evidence for this one.
 
-    >>> probability("tabby")
-    Probability(why='tabby')
-
     Args:
         why: The class to explain, by label or index.
+
+    Example:
+        >>> explanation = client.explain("cat.jpg", targets=camserve.probability("tiger cat")).explanations[0]
+        >>> round(explanation.score, 2)
+        0.33
     """
     return Probability(why)
 
@@ -123,13 +200,15 @@ def finer(why: ClassLike, *against: ClassLike, weight: float = 1.0) -> Finer:
     The score is the logit of the class minus ``weight`` times the mean of the other logits, weighted
     by the softmax over these other classes.
 
-    >>> finer("tabby")
-    Finer(why='tabby', against=(), weight=1.0)
-
     Args:
         why: The class to explain, by label or index.
         against: The similar classes, up to 8. Default: the three whose logits are nearest.
         weight: Weight of the similar classes, 0 to 1.
+
+    Example:
+        >>> explanation = client.explain("cat.jpg", targets=camserve.finer("Egyptian cat")).explanations[0]
+        >>> explanation.resolved  # the server chose three similar classes
+        Finer(why=285, against=(282, 281, 287), weight=1.0)
     """
     return Finer(why, against, weight)
 
@@ -142,6 +221,11 @@ def similarity(image: object) -> Similarity:
 
     Args:
         image: The other photo: a path, bytes, a PIL image or a ``uint8 [H, W, 3]`` RGB array.
+
+    Example:
+        >>> explanation = client.explain("cat.jpg", targets=camserve.similarity("cat.jpg")).explanations[0]
+        >>> round(explanation.score, 2)  # the two photos are the same
+        1.0
     """
     return Similarity(image)
 
@@ -151,11 +235,14 @@ def text(text: str) -> Text:
 
     The score is the model's own: the cosine between the two embeddings, times the model's scale, plus its bias.
 
-    >>> text("a photo of a cat")
-    Text(text='a photo of a cat')
-
     Args:
         text: The text, up to 1000 characters.
+
+    Example:
+        >>> targets = [camserve.text("red"), camserve.text("blue")]
+        >>> red, blue = client.explain("cat.jpg", model="clip", targets=targets).explanations
+        >>> red.score > blue.score  # the cat is ginger
+        True
     """
     return Text(text)
 
@@ -163,13 +250,16 @@ def text(text: str) -> Text:
 def segment(why: ClassLike, region: BoxLike | None = None) -> Segment:
     """Explain a class of a semantic segmentation: its mean logit over a region.
 
-    >>> segment("cat", (10, 20, 110, 220)).region
-    (10, 20, 110, 220)
-
     Args:
         why: The class to explain, by label or index.
         region: Left, top, right and bottom of the region, in pixels of the photo. Default: the pixels for which the
             model predicts the class.
+
+    Example:
+        >>> target = camserve.segment("red", (100, 50, 300, 250))
+        >>> explanation = client.explain("cat.jpg", model="segmenter", targets=target).explanations[0]
+        >>> explanation.title, explanation.resolved
+        ('red', Segment(why=1, region=Box(left=100.0, top=50.0, right=300.0, bottom=250.0)))
     """
     return Segment(why, region)
 
@@ -182,6 +272,15 @@ def mask(why: ClassLike, image: object) -> Mask:
         image: The part, as a mask with the height and width of the photo, in which every pixel that is not 0 is in
             the part: a ``bool`` or ``uint8 [H, W]`` array, a PIL image of mode "1" or "L", or a grey PNG file (a
             path or bytes).
+
+    Example:
+        >>> import numpy as np
+        >>> part = np.zeros((300, 451), bool)  # the height and width of the photo
+        >>> part[120:180, 40:90] = True
+        >>> target = camserve.mask("red", part)
+        >>> explanation = client.explain("cat.jpg", model="segmenter", targets=target).explanations[0]
+        >>> explanation.title, explanation.verdict
+        ('red', <Verdict.OK: 'OK'>)
     """
     return Mask(why, image)
 
@@ -189,13 +288,15 @@ def mask(why: ClassLike, image: object) -> Mask:
 def detection(why: ClassLike, box: BoxLike | None = None) -> Detection:
     """Explain the score of a detected object.
 
-    >>> detection("dog")
-    Detection(why='dog', box=None)
-
     Args:
         why: The object's class, by label or index.
         box: Left, top, right and bottom, in pixels of the photo; the detected object of the class that best matches
             the box is explained. Default: the class's object with the highest score.
+
+    Example:
+        >>> explanation = client.explain("cat.jpg", model="detector", targets=camserve.detection("red")).explanations[0]
+        >>> explanation.target.box, round(explanation.score, 1)  # the reddish part is the whole photo
+        (Box(left=0.0, top=0.0, right=451.0, bottom=300.0), 0.8)
     """
     return Detection(why, box)
 

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 class Method:
     """A method and its parameters. Omitted parameters have the server's defaults.
 
-    >>> Method("smoothgrad", {"samples": 32}).parameters
-    {'samples': 32}
-
     Attributes:
         name: Name of the method.
         parameters: Values of the parameters by name.
@@ -27,6 +24,12 @@ class Method:
         per_channel: True to get a map of each channel of the model's input, as explanations of their
             own, or the indices of some channels. ``MethodInfo.per_channel`` is true for methods that
             allow it: those of the gradient at the input.
+
+    Example:
+        >>> method = camserve.Method("smoothgrad", {"samples": 4})
+        >>> explanation = client.explain("cat.jpg", methods=[method]).explanations[0]
+        >>> explanation.parameters["samples"]
+        4.0
     """
 
     name: str
@@ -40,9 +43,6 @@ class Method:
 class RegionOptions:
     """The regions of a map to return: its connected parts above a threshold, strongest first.
 
-    >>> RegionOptions(mass=0.5, max_regions=3).max_regions
-    3
-
     Attributes:
         quantile: Threshold as a quantile of the shown values, 0 to 1. Default: 0.8, unless there is
             a ``mass``.
@@ -51,6 +51,12 @@ class RegionOptions:
         max_regions: Maximum number of regions, 1 to 64: those with the largest sums.
         draw: True to draw their outlines on the overlay.
         masks: True to return a mask of each region.
+
+    Example:
+        >>> options = camserve.RegionOptions(mass=0.5, max_regions=3)  # the strongest pixels with half of the evidence
+        >>> regions = client.explain("cat.jpg", regions=options).explanations[0].regions
+        >>> [round(region.share, 1) for region in regions]
+        [0.5]
     """
 
     quantile: float | None = None
@@ -71,6 +77,11 @@ class Cost:
         rows: The number of rows (copies of the image through the model).
         explanations: The number of explanations.
         max_rows: The maximum number of rows of a request.
+
+    Example:
+        >>> cost = client.estimate_cost(methods=[("rise", {"samples": 1000})])
+        >>> cost.rows, cost.explanations, cost.rows <= cost.max_rows
+        (1001, 1, True)
     """
 
     rows: int
@@ -79,7 +90,18 @@ class Cost:
 
 
 class Health(StrEnum):
-    """Health of a server or of one of its services: SERVING if it accepts requests."""
+    """Health of a server or of one of its services.
+
+    Attributes:
+        UNKNOWN: The server does not know it.
+        SERVING: It accepts requests.
+        NOT_SERVING: It accepts none, for example while it starts or stops.
+        SERVICE_UNKNOWN: The server has no such service.
+
+    Example:
+        >>> client.health() is camserve.Health.SERVING
+        True
+    """
 
     UNKNOWN = "UNKNOWN"
     SERVING = "SERVING"
@@ -88,7 +110,20 @@ class Health(StrEnum):
 
 
 class ModelState(StrEnum):
-    """State of a model: READY if it answers requests."""
+    """State of a model.
+
+    Attributes:
+        UNSPECIFIED: The server does not report states; the model answers requests.
+        LOADING: It is being loaded.
+        READY: It answers requests.
+        FAILED: It could not be loaded; the server's log has the reason.
+        UNLOADING: It answers its last requests.
+        UNLOADED: It is not loaded, and ``Client.load_model`` loads it again.
+
+    Example:
+        >>> {model.state for model in client.models()}
+        {<ModelState.READY: 'READY'>}
+    """
 
     UNSPECIFIED = "UNSPECIFIED"
     LOADING = "LOADING"
@@ -124,6 +159,11 @@ class Model:
         accepts_texts: True if it compares images with texts: ``texts=`` and ``text(...)`` are for such models.
         pyramid: The layers of a detector's scales, the finest first; empty without several.
         input_channels: The number of channels of the input, 3 for RGB.
+
+    Example:
+        >>> model = client.model("efficientnet_lite0")
+        >>> model.task, model.classes, model.default_layer, model.labels[281]
+        ('classify', 1000, 'bn2', 'tabby')
     """
 
     name: str
@@ -160,6 +200,13 @@ class Layer:
         grid: Rows and columns of its grid over the image; None for a layer without a grid.
         reason: The reason why it cannot be explained; empty if it can.
         kinds: Kinds of methods that can explain it, such as "CAM" and "PERTURBATION".
+
+    Example:
+        >>> layers = {layer.name: layer for layer in client.layers()}
+        >>> layers["bn2"].type, layers["bn2"].output_shape, layers["bn2"].grid
+        ('BatchNormAct2d', (1, 1280, 7, 7), (7, 7))
+        >>> layers["classifier"].explainable, layers["classifier"].reason
+        (False, 'its output has no grid over the image')
     """
 
     name: str
@@ -185,6 +232,12 @@ class ParameterInfo:
         maximum: The largest allowed number.
         integer: True if it must be an integer.
         choices: The allowed words; empty if it is a number.
+
+    Example:
+        >>> methods = {method.name: method for method in client.methods()}
+        >>> samples = methods["smoothgrad"].parameters[0]
+        >>> samples.name, samples.default, samples.minimum, samples.maximum
+        ('samples', 16.0, 1.0, 512.0)
     """
 
     name: str
@@ -213,6 +266,13 @@ class MethodInfo:
         needs: Requirements on the model, in words; empty if it works with any model.
         formula: The formula in words and symbols.
         per_channel: True if ``Method.per_channel`` can be used.
+
+    Example:
+        >>> methods = {method.name: method for method in client.methods()}
+        >>> methods["gradcam"].kind, methods["gradcam"].rows, methods["gradcam"].paper
+        ('CAM', 1, 'Selvaraju et al. 2017, arXiv:1610.02391')
+        >>> methods["chefer"].needs
+        'global (not windowed) self-attention'
     """
 
     name: str

@@ -52,6 +52,15 @@ class NetworkOptions(TypedDict, total=False):
         accelerate: True to run a faster copy of the network where one exists. Default: True.
         text: Text side of a network whose output is an embedding of the image, such as that of CLIP. Labels are then
             texts.
+
+    Example:
+        >>> from torch import nn
+        >>> from camserve_server import Explainer
+        >>> network = nn.Sequential(nn.Conv2d(3, 2, 8, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        >>> with Explainer(network, size=64, labels=["cat", "dog"], mean=[0.5] * 3, std=[0.25] * 3) as explainer:
+        ...     model = explainer.model()
+        >>> model.labels, (model.input_height, model.input_width)
+        (('cat', 'dog'), (64, 64))
     """
 
     size: int | inputs.Size | None
@@ -85,6 +94,15 @@ class Explainer(camserve.Client):
 
     Raises:
         ConfigError: The model cannot be explained as described.
+
+    Example:
+        >>> from torch import nn
+        >>> from camserve_server import Explainer
+        >>> network = nn.Sequential(nn.Conv2d(3, 2, 8, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        >>> with Explainer(network, size=64, labels=["cat", "dog"]) as explainer:
+        ...     result = explainer.explain("cat.jpg", targets=["cat"])
+        >>> result.explanations[0].heading, result.explanations[0].heatmap.shape
+        ('cat · gradcam', (8, 8))
     """
 
     def __init__(
@@ -114,7 +132,20 @@ class Explainer(camserve.Client):
         super().__init__("in-process", channel=self._service.channel, timeout=timeout)
 
     def close(self) -> None:
-        """Cancel the calls in progress, and free the model."""
+        """Cancel the calls in progress, and free the model.
+
+        Example:
+            >>> from torch import nn
+            >>> from camserve_server import Explainer
+            >>> network = nn.Sequential(nn.Conv2d(3, 2, 8, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+            >>> explainer = Explainer(network, size=64)
+            >>> explainer.close()
+            >>> try:
+            ...     explainer.explain("cat.jpg")
+            ... except camserve.FailedPrecondition as error:
+            ...     print(error.message)
+            the client is closed
+        """
         super().close()
         self._service.close()
 
@@ -123,14 +154,40 @@ class Explainer(camserve.Client):
 
         Raises:
             ConfigError: The network can no longer be explained.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from camserve_server import Explainer
+            >>> network = nn.Sequential(nn.Conv2d(3, 2, 8, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+            >>> with Explainer(network, size=64) as explainer:
+            ...     with torch.no_grad():  # in place of a training step
+            ...         _ = network[0].weight.zero_(), network[0].bias.copy_(torch.tensor([1.0, 2.0]))
+            ...     explainer.refresh()
+            ...     result = explainer.explain("cat.jpg")
+            >>> [round(prediction.score, 1) for prediction in result.predictions]
+            [2.0, 1.0]
         """
         self._service.refresh()
 
     def file_of(self, image: Any) -> bytes:
         """Encode an image, or a preprocessed input, as a file.
 
+        Args:
+            image: An image as for `explain`, or a float tensor or array [C, H, W].
+
         Raises:
             InvalidArgument: The value is neither.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from camserve_server import Explainer
+            >>> network = nn.Sequential(nn.Conv2d(3, 2, 8, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+            >>> with Explainer(network, size=64) as explainer:
+            ...     file = explainer.file_of(torch.zeros(3, 64, 64))
+            >>> file[1:4]
+            b'PNG'
         """
         if isinstance(image, np.ndarray) and np.issubdtype(image.dtype, np.floating) and not self._is_photo(image):
             image = torch.from_numpy(image)

@@ -57,7 +57,7 @@ def merge(families: Mapping[int, Iterable[Family]]) -> Iterator[Metric]:
 
 def own_metrics(up: Sequence[bool], restarts: Sequence[int]) -> Iterator[Metric]:
     """Yield the supervisor's own metrics."""
-    gauge = GaugeMetricFamily("camserve_process_up", "1 if a process has opened the port, else 0.", labels=("process",))
+    gauge = GaugeMetricFamily("camserve_process_up", "1 while a process listens on the port.", labels=("process",))
     counter = CounterMetricFamily(
         "camserve_process_restarts", "Processes that ended and were replaced.", labels=("process",)
     )

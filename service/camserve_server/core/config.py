@@ -61,7 +61,7 @@ Origins = tuple[Annotated[str, AfterValidator(_check_origin)], ...]
 class Settings(BaseModel):
     """Every setting of the server.
 
-    The description of a field is its text in `camserve-server serve --help`, in the JSON schema and in docs/server.md.
+    The description of a field is its text in `serve --help`, in the JSON schema and in docs/reference/settings.md.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -38,6 +38,15 @@ class ServiceError(Exception):
 
     Attributes:
         fault: the message without the field's name; empty if the message does not begin with a field's name.
+
+    Example:
+        >>> from camserve_server import models
+        >>> from camserve_server.core.errors import NotFound
+        >>> try:
+        ...     raise NotFound('unknown layer "layer5"', field="layers[0]")
+        ... except ServiceError as error:
+        ...     print(f"{error.field}: {error.message}")
+        layers[0]: unknown layer "layer5"
     """
 
     shed_reason = ""
@@ -54,7 +63,13 @@ class ServiceError(Exception):
 
     @classmethod
     def of_field(cls, field: str, fault: str) -> Self:
-        """Return an error whose message is the name of a field followed by its fault."""
+        """Return an error whose message is the name of a field followed by its fault.
+
+        Example:
+            >>> error = InvalidArgument.of_field("top_k", "must be 1 to 16, not 17")
+            >>> error.message, error.field, error.fault
+            ('top_k must be 1 to 16, not 17', 'top_k', 'must be 1 to 16, not 17')
+        """
         error = cls(f"{field} {fault}", field=field)
         error.fault = fault
         return error
@@ -120,7 +135,16 @@ class Internal(ServiceError):
 
 
 class ConfigError(Exception):
-    """The configuration or one of its models cannot be used. It is shown to operators and never sent to callers."""
+    """The configuration or one of its models cannot be used. It is shown to operators and never sent to callers.
+
+    Example:
+        >>> from camserve_server import models
+        >>> try:
+        ...     models.parse("timm:resnet50?wieghts=none")
+        ... except ConfigError as error:
+        ...     print(error)
+        model "timm:resnet50?wieghts=none" has no option "wieghts" (did you mean "weights"?): weights, ...
+    """
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -12,7 +12,19 @@ from camserve_server.core.arrays import Input, Photo
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Rectangle in a photo's pixels, measured from the upper left corner; it may reach beyond the photo."""
+    """Rectangle in a photo's pixels, measured from the upper left corner; it may reach beyond the photo.
+
+    Attributes:
+        left: the left edge.
+        top: the upper edge.
+        right: the right edge.
+        bottom: the lower edge.
+
+    Example:
+        >>> box = Box(left=75.0, top=0.0, right=376.0, bottom=300.0)
+        >>> box.right - box.left
+        301.0
+    """
 
     left: float
     top: float
@@ -27,11 +39,20 @@ class KeepAspect:
     The photo is resized as far as neither side exceeds its limit. Nothing is cropped.
 
     Attributes:
-        shortest: largest length of the shorter side.
-        longest: largest length of the longer side.
+        shortest: largest length of the shorter side, in pixels.
+        longest: largest length of the longer side, in pixels.
         multiple: a number of which both sides of the input are multiples.
         fit: how the sides become multiples: "up" and "down" resize to the next multiple, which changes the proportions
             a little; "pad" adds a border around the photo.
+
+    Example:
+        >>> from camserve_server.models import KeepAspect, Preprocess
+        >>> resize = KeepAspect(shortest=800, longest=1333, multiple=32)
+        >>> resize.largest
+        (800, 1344)
+        >>> preprocess = Preprocess(resize.largest, resize, "bilinear", mean=(0, 0, 0), std=(1, 1, 1))
+        >>> preprocess.for_photo((300, 451)).size
+        (800, 1216)
     """
 
     shortest: int
@@ -50,6 +71,13 @@ class KeepAspect:
         Args:
             photo: height and width of the photo.
             floors: True if a fraction of a pixel is cut off, as in transformers; False if it is rounded.
+
+        Example:
+            >>> resize = KeepAspect(shortest=800, longest=1333)
+            >>> resize.resized((300, 451), floors=False)
+            (800, 1203)
+            >>> resize.resized((300, 1200), floors=False)  # the longer side reaches its limit first
+            (333, 1333)
         """
         shorter, longer = min(photo), max(photo)
         limited = longer / shorter * self.shortest > self.longest
@@ -62,7 +90,17 @@ class KeepAspect:
         return sides if photo[0] <= photo[1] else (sides[1], sides[0])
 
     def padded(self, resized: tuple[int, int]) -> tuple[int, int]:
-        """Return the height and width of the input for a resized photo, with its border."""
+        """Return the height and width of the input for a resized photo, with its border.
+
+        Args:
+            resized: height and width of the resized photo.
+
+        Example:
+            >>> resize = KeepAspect(shortest=800, longest=1333, multiple=32, fit="pad")
+            >>> resized = resize.resized((300, 451), floors=False)
+            >>> resized, resize.padded(resized)  # a border of 13 pixels
+            ((800, 1203), (800, 1216))
+        """
         return (self._to_multiple(resized[0]), self._to_multiple(resized[1])) if self.fit == "pad" else resized
 
     def _to_multiple(self, side: int) -> int:
@@ -86,6 +124,13 @@ class Preprocess:
         fill: grey level, 0 to 255, of the border around a photo that does not fill the input.
         value_range: the values of a photo that become 0 and 1; None for those of their type: 0 to 255, 0 to 65,535, or
             0 to 1.
+
+    Example:
+        >>> from camserve_server.models import Preprocess
+        >>> half = (0.5, 0.5, 0.5)  # for each channel
+        >>> preprocess = Preprocess(size=(224, 224), resize=256, interpolation="bilinear", mean=half, std=half)
+        >>> preprocess.channels
+        3
     """
 
     size: tuple[int, int]
@@ -104,7 +149,17 @@ class Preprocess:
         return len(self.mean)
 
     def for_photo(self, photo: tuple[int, int]) -> "Preprocess":
-        """Return the preprocessing of a photo of this height and width: the same, but with the sizes for that photo."""
+        """Return the preprocessing of a photo of this height and width: the same, but with the sizes for that photo.
+
+        Args:
+            photo: height and width of the photo.
+
+        Example:
+            >>> resize = KeepAspect(shortest=64, longest=128)
+            >>> preprocess = Preprocess((64, 128), resize, "bilinear", mean=(0, 0, 0), std=(1, 1, 1))
+            >>> preprocess.for_photo((300, 451)).size
+            (64, 96)
+        """
         if not isinstance(self.resize, KeepAspect):
             return self
         resized = self.resize.resized(photo, floors=self.floors)

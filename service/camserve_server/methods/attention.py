@@ -23,12 +23,13 @@ def rollout(attention: Tensor, gradients: Tensor, prefix: int, *, heads: str, di
 
     R = Ã_D … Ã_1, where Ã_l is 0.5 Ā_l + 0.5 I with each row divided by its sum, and Ā_l is the mean of A_l over heads.
 
-    The map is the row of R of the class token; or the mean of the rows of the tokens that the score depends on, such as
-    the class and the distillation token, or all patches if the model averages them. The product of the identity terms
-    alone, a diagonal that the residual connections carry from each token to itself through all blocks, is subtracted
-    from R. The map does not depend on the target. Abnar and Zuidema 2020, section 3. Two options are Gildenblat's
-    additions: fusing the heads by their maximum or minimum, and setting the share `discard` of each block's lowest
-    values to zero.
+    The map is the class token's row of R. If the score depends on several tokens, it is the mean of their rows: of the
+    class and the distillation token, or of all patches if the model averages them. First, the product of the identity
+    terms alone is subtracted from R. It is a diagonal: what the residual connections carry from a token to itself.
+
+    The map does not depend on the target. Abnar and Zuidema 2020, section 3. Two options are Gildenblat's additions:
+    `heads` fuses the heads by their maximum or minimum, and `discard` sets a share of each block's lowest values to
+    zero.
     """
     fused = _drop_lowest(_HEAD_FUSIONS[heads](attention), discard)
     return _read_rows(_accumulate(fused, normalised=True), gradients, prefix)
@@ -39,9 +40,9 @@ def gradient_rollout(attention: Tensor, gradients: Tensor, prefix: int, *, disca
 
     R = Ã_D … Ã_1, where Ã_l is (E_h[∇A_l ⊙ A_l])⁺ + I with each row divided by its sum.
 
-    The share `discard` of the lowest values of (E_h[∇A_l ⊙ A_l])⁺ is set to zero before I is added. R is read as in
-    attention_rollout. Gildenblat 2020, with each row divided by its own sum, where his code divides the columns by the
-    rows' sums.
+    The share `discard` of the lowest values of (E_h[∇A_l ⊙ A_l])⁺ is set to zero before I is added. The map is taken
+    from R as in attention_rollout. Gildenblat 2020, except that each row is divided by its own sum. His code divides
+    the columns by the rows' sums.
     """
     fused = _drop_lowest((gradients * attention).mean(2).clamp(min=0), discard)
     return _read_rows(_accumulate(fused, normalised=True), gradients, prefix)
@@ -52,7 +53,7 @@ def chefer(attention: Tensor, gradients: Tensor, prefix: int) -> Tensor:
 
     R ← R + E_h[(∇A_l ⊙ A_l)⁺] R for each block l, starting with R = I.
 
-    R is read as in attention_rollout. Chefer et al. 2021, equations 5 and 6.
+    The map is taken from R as in attention_rollout. Chefer et al. 2021, equations 5 and 6.
     """
     fused = (gradients * attention).clamp(min=0).mean(2)
     return _read_rows(_accumulate(fused, normalised=False), gradients, prefix)
@@ -63,10 +64,10 @@ def legrad(_attention: Tensor, gradients: Tensor, prefix: int, *, blocks: float)
 
     M_j = Σ_l E_h[1/N Σ_i (∂s_l/∂A_l)⁺_ij] for patch j, with i over the N tokens, where s_l is the score of block l.
 
-    s_l is the score that the model's head, which is everything after the last block, gives if each of its input tokens
-    is replaced by the mean of block l's tokens. Bousselham et al. 2025, section 3, as in the authors' code for
-    models with a class token. Their other variant, for attentional pooling, uses the attention of the pooling instead.
-    Here the attention of the blocks is used for every model.
+    The head of the model is everything after the last block. s_l is the score that it computes if each of its input
+    tokens is replaced by the mean of block l's tokens. Bousselham et al. 2025, section 3, as in the authors' code for
+    models with a class token. For models with attentional pooling, the authors use the attention of the pooling;
+    camserve uses that of the blocks for every model.
     """
     used = gradients[-int(blocks) :] if blocks else gradients
     return used.clamp(min=0).mean((2, 3)).sum(0)[:, prefix:]
@@ -77,12 +78,13 @@ def gradeclip(queries: Tensor, keys: Tensor, values: Tensor, gradients: Tensor, 
 
     M_j = (Σ_t λ_tj ⟨∂S/∂o_t, v_j⟩)⁺ for patch j, where o_t is the output of the last attention for token t.
 
-    t is the class token; λ_tj is the cosine of q_t and k_j, min-max normalised over the patches, or 1 if all are
-    equal. It stands for the attention, which is often on few patches. Queries q, keys k, values v and outputs o, before
-    the projection, are those of all heads, one after the other. If the score depends on several tokens of the last
-    attention, t runs over these; in a model with attention pooling, such as SigLIP, the pooling is the last attention
-    and its query is t. Zhao et al. 2024, section 3. The authors' code computes the last attention with a single head;
-    here the model stays as it is.
+    t is the class token. If the score depends on several tokens of the last attention, t runs over these. In a model
+    with attention pooling, such as SigLIP, the pooling is the last attention and its query is t. Queries q, keys k,
+    values v and outputs o, before the projection, are those of all heads, concatenated.
+
+    λ_tj is the cosine of q_t and k_j, min-max normalised over the patches, or 1 if all are equal. It replaces the
+    attention, which is often on few patches. Zhao et al. 2024, section 3. The authors' code computes the last attention
+    with a single head; camserve does not change the model.
 
     Args:
         queries: [B,heads,T,d].

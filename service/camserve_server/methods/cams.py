@@ -97,12 +97,13 @@ def gradcam_plus_plus(activations: Tensor, gradients: Tensor, _scores: Tensor, *
 
     L = Σ_k w_k A_k, with w_k = Σ_ij α_kij ReLU(g_kij) and α_kij = g_kij² / (2 g_kij² + g_kij³ Σ_ab A_kab).
 
-    Chattopadhay et al. 2018, equation 19. It holds for Y = exp(S). The factor exp(S) of the gradient of Y, which is
-    common to all channels, is left out of w_k. With `variant` = official, the α of a channel are divided by their sum
-    over the positions with a positive gradient, as in the authors' code. In the paper the feature maps come after a
-    ReLU, so that α of a positive gradient is between 0 and 1/2. A negative g³ ΣA is replaced by zero, because the
-    denominator could vanish; where g is zero, so is α. No constant is added to the denominator. Gradients are often so
-    small that a constant of 1e-6, which other libraries add against division by zero, would dominate the denominator.
+    Chattopadhay et al. 2018, equation 19. The paper derives it for Y = exp(S). The gradient of Y has a factor exp(S),
+    which is the same for all channels, and w_k leaves it out. With `variant` = official, the α of a channel are divided
+    by their sum over the positions with a positive gradient, as in the authors' code.
+
+    In the paper, the feature maps come after a ReLU, so α of a positive gradient is between 0 and 1/2. For other
+    layers, the denominator could vanish. So a negative g³ ΣA is replaced by zero, and α is zero where g is. Other
+    libraries add a constant to the denominator instead. Gradients are often so small that 1e-6 would dominate it.
 
     Returns:
         Terms w_k A_k [B,C,h,w].
@@ -143,11 +144,13 @@ def smoothgradcam_plus_plus(
 
     L = Σ_k w_k A_k, with w_k = Σ_ij α_kij ReLU(D1_kij) and α_kij = D2_kij / (2 D2_kij + D3_kij Σ_ab A_kab).
 
-    Dn is the mean of g^n over the copies x + N(0, σ²), with σ = noise · (max x − min x), and A are the feature maps of
-    the image itself. A negative D3 ΣA is replaced by zero. As in Grad-CAM++ the factor exp(S) of the derivatives is
-    left out, although it differs from copy to copy. Omeiza et al. 2019, section 3. The paper prints D1 as the numerator
-    of α. With it, α has no bound: it grows as the score is multiplied by smaller constants. In Grad-CAM++, which the
-    method smooths, the numerator is D2, and α is at most 1/2.
+    Dn is the mean of g^n over the copies x + N(0, σ²), with σ = noise · (max x − min x). A are the feature maps of the
+    image itself. As in Grad-CAM++, a negative D3 ΣA is replaced by zero, and the factor exp(S) of the derivatives is
+    left out, although it differs from copy to copy.
+
+    Omeiza et al. 2019, section 3, except for the numerator of α. The paper prints D1. With it, α has no bound: it grows
+    if the score is multiplied by a constant below 1. In Grad-CAM++, which the method smooths, the numerator is D2, and
+    α is at most 1/2.
 
     Returns:
         g, g² and g³ of one copy, float [B,3,C,h,w]. `from_means` turns their means into the map.
@@ -394,9 +397,10 @@ def refinecam(maps: Map) -> Map:
     L = Π_l L_l over the layers l, where each map L_l goes through a ReLU, is min-max normalised, and is resized to the
     finest grid bilinearly.
 
-    If a request names one layer, its map is multiplied by the map of the last layer of each finer grid before it, up to
-    four maps in all. Domeniconi et al. 2026, arXiv:2605.14641. The libraries that have this method use Grad-CAM++ maps
-    by default. These are Grad-CAM's, which change only by a factor if the score is multiplied by a positive constant.
+    If a request names one layer, camserve adds the last layer of each finer grid before it, up to four layers in all.
+
+    Domeniconi et al. 2026, arXiv:2605.14641. Libraries that have this method use Grad-CAM++ maps by default. camserve
+    uses Grad-CAM's, because they change only by a factor if the score is multiplied by a positive constant.
 
     Args:
         maps: normalised and resized maps [layers,h,w].
@@ -432,11 +436,13 @@ def sess(
     M = G(Σ_v p_v m_v / #{v: p_v m_v > 0}), for each pixel, where m_v is the map of window v, p_v the target's
     probability there divided by the largest among all windows, and G a Gaussian filter of 11 × 11 pixels with σ = 5.
 
-    m_v goes through a ReLU, is resized to the window bilinearly, min-max normalised, put where the window was in the
-    enlarged image, and resized with that to the image. Tursun et al. 2022, arXiv:2207.01769, section 3. The scales are
-    1 + 2s/7 times the image's size for s = 0, 1, …, as in the authors' code, which uses 12 scales. The probability is
-    the softmax for a class, the score for a target that is a probability or a detection, and the logistic function of
-    the score for any other target or a model without a softmax.
+    The windows slide over enlarged copies of the image, of 1 + 2s/7 times its size for s = 0, 1, …. m_v goes through a
+    ReLU, is resized to the window bilinearly, min-max normalised, put where the window was in the enlarged image, and
+    resized with that to the image.
+
+    The probability is the softmax for a class, and the score for a target that is a probability or a detection. For any
+    other target, and for a model without a softmax, it is the logistic function of the score. Tursun et al. 2022,
+    arXiv:2207.01769, section 3, with the scales of the authors' code, which uses 12.
 
     Args:
         maps: maps of the windows [n,h,w].

@@ -150,20 +150,22 @@ def integrated(
     Sundararajan et al. 2017, equation 1. The map adds up to S(x) − S(x'). The completeness error is the relative error
     of ΣM, |ΣM − (S(x) − S(x'))| / |S(x) − S(x')|.
 
-    The integral is computed by one of three quadratures. "cubic" is the midpoint rule in t with α = t³, because most of
-    a score's change lies near a baseline without structure. "gauss-legendre" is Captum's. "matched" scales the weights
-    of "cubic" to a sum of 1, and then changes them as little as needed to integrate the slope of the score to S(x) −
-    S(x'), which is known. If C is the map by the scaled weights, the matched map is
-    C + (S(x) − S(x') − ΣC) Cov(m, s) / Var(s). There m is the integrand's map at a point of the line, s = Σm the slope
-    there, and both moments are under the weights: the regression estimator of a control variate.
-    A matched map adds up however few the steps are. How well the steps follow the line is shown by the completeness
-    error of "cubic". The matched maps of single channels take ΣC and Var(s) from all channels, and so add up to the
-    matched map.
-
     The baseline x' is "zero", the normalised input's zero, which is the mean colour of the training set; "mean", the
     image's own mean colour; or "blur", the image blurred by a Gaussian whose σ is 1/20 of its shorter side. Where the
-    image equals its baseline the map is zero: Sturmfels et al. 2020, doi:10.23915/distill.00022, discuss what each
+    image equals its baseline, the map is zero: Sturmfels et al. 2020, doi:10.23915/distill.00022, discuss what each
     baseline hides.
+
+    The parameter `quadrature` selects how the integral is computed. "cubic" is the midpoint rule in t with α = t³,
+    because most of a score's change lies near a baseline without structure. "gauss-legendre" is Captum's.
+
+    "matched" scales the weights of "cubic" to a sum of 1. Then it changes them as little as needed for the slope of the
+    score to integrate to S(x) − S(x'), which is known. If C is the map by the scaled weights, the matched map is
+    C + (S(x) − S(x') − ΣC) Cov(m, s) / Var(s). There m is the integrand's map at a point of the line, s = Σm the slope
+    there, and both moments are under the weights: the regression estimator of a control variate.
+
+    A matched map adds up however few the steps are. So use the completeness error of "cubic" to check that the steps
+    follow the line. The matched maps of single channels take ΣC and Var(s) from all channels, and so add up to the
+    matched map.
 
     Returns:
         Map [H,W], float64, from the mean [2,3,H,W] of `weighted` over the copies and `gained`, which is S(x) − S(x').

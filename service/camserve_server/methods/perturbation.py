@@ -60,9 +60,10 @@ def rise(scene: Scene, *, samples: float, cells: float, probability: float, seed
 
     A mask is a grid of cells × cells, each 1 with probability p and else 0, resized bilinearly and shifted at random by
     less than a cell. M estimates E[S | the pixel is shown] − E[S], which is zero for a pixel that does not matter.
-    Petsiuk et al. 2018, section 3. Their own map, with `divisor` = expected, is Σ_q S_q m_q / (n p). In that map a
-    constant that all scores share adds a pattern of the masks, and logits, unlike the paper's probabilities, share a
-    large one.
+
+    Petsiuk et al. 2018, section 3. Their own map is Σ_q S_q m_q / (n p), with `divisor` = expected. In that map, a
+    constant that all scores share becomes a pattern of the masks. Logits share a large constant, unlike the paper's
+    probabilities.
     """
     size, count = scene.image.shape[1:], int(samples)
     total, mask_sum, mean = np.zeros((len(scene.scores), *size)), np.zeros(size), np.zeros(len(scene.scores))
@@ -85,11 +86,11 @@ def drise(scene: Scene, **parameters: float | str) -> Exploration:
     that are detected in x ⊙ m_q and the explained object t.
 
     IoU is the intersection over union of two boxes, cos the cosine of the angle between their vectors of class
-    probabilities, O the objectness. Petsiuk et al. 2021, section 3. Detectors return one class and one score for each
-    object. So the vectors are one-hot: the cosine is 1 for the class of t and 0 for others. O_p is the score of p. If
-    nothing of the class of t overlaps it, w_q is 0. The objects p are those that the model returns, by its own
-    thresholds. The masks m_q and `divisor` are those of rise. The paper's map is Σ_q w_q m_q; with `divisor` = expected
-    it is divided by n p.
+    probabilities, and O the objectness. Detectors return one class and one score for each object. So cos is 1 for the
+    class of t and 0 for others, and O_p is the score of p. If nothing of the class of t overlaps it, w_q is 0. The
+    objects p are those that the model returns, by its own thresholds. The masks m_q and `divisor` are those of rise.
+
+    Petsiuk et al. 2021, section 3. The paper's map is Σ_q w_q m_q; with `divisor` = expected it is divided by n p.
     """
     return (yield from rise(scene, **cast("Any", parameters)))
 

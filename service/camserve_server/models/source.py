@@ -38,6 +38,14 @@ class Source:
             attribute `logits` or first tensor it is.
         text: the text side of a model whose output is an embedding; None if it takes no texts. Labels are then texts.
         queries: the number of learned tokens that ask for one object each, as in DETR; 0 without such tokens.
+
+    Example:
+        >>> from torch import nn
+        >>> from camserve_server.models import Source
+        >>> network = nn.Sequential(nn.Conv2d(3, 2, 8, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        >>> source = Source(network, labels=("cat", "dog"))
+        >>> source.preprocess.size, source.labels  # the default is the usual preprocessing of ImageNet
+        ((224, 224), ('cat', 'dog'))
     """
 
     module: nn.Module

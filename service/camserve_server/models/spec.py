@@ -67,6 +67,12 @@ class ModelSpec:
         live: a `Source` with a network of this process; None to build the model.
         shared: True if the memory of that network's parameters is shared, False if they are copied.
         output: the key, attribute or index of the output to explain, of a network with several; empty for its own.
+
+    Example:
+        >>> from camserve_server import models
+        >>> spec = models.parse("birds=timm:resnet50?weights=none&classes=200&precision=bfloat16")
+        >>> spec.name, spec.origin, spec.classes, spec.precision
+        ('birds', 'timm:resnet50', 200, 'bfloat16')
     """
 
     name: str

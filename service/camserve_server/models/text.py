@@ -63,6 +63,17 @@ class TextTower:
         bias: the number added to it; in SigLIP `logit_bias`.
         exclusive: True if the texts of a request exclude each other, so that their probabilities are a softmax (CLIP);
             False if each has a probability of its own, a sigmoid (SigLIP).
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from camserve_server.models import TextTower
+        >>> class Letters(nn.Module):
+        ...     def forward(self, texts):
+        ...         return torch.tensor([[float(text.count("a")), float(text.count("b"))] for text in texts])
+        >>> tower = TextTower(Letters(), scale=100.0)
+        >>> tower.embed(["aaa bbbb"])
+        tensor([[0.6000, 0.8000]])
     """
 
     encoder: nn.Module
@@ -78,6 +89,10 @@ class TextTower:
 
         Raises:
             ConfigError: scale or bias is no finite number.
+
+        Example:
+            >>> TextTower(nn.Identity(), scale=100.0).head(length=512)
+            TextHead(scale=100.0, bias=0.0, exclusive=True, length=512)
         """
         scale, bias = torch.tensor([float(self.scale), float(self.bias)]).tolist()  # as float32 computes with them
         if not torch.tensor([scale, bias]).isfinite().all():
@@ -87,9 +102,20 @@ class TextTower:
     def embed(self, texts: Sequence[str]) -> Tensor:
         """Return the embeddings of texts, each of length 1, float32 [n,E].
 
+        Args:
+            texts: the texts, n strings.
+
         Raises:
             ServiceError: the encoder refuses a text.
             RuntimeError: the encoder fails, or returns something else.
+
+        Example:
+            >>> class Letters(nn.Module):
+            ...     def forward(self, texts):
+            ...         return torch.tensor([[float(text.count("a")), float(text.count("b"))] for text in texts])
+            >>> TextTower(Letters(), scale=100.0).embed(["aaa bbbb", "b"])
+            tensor([[0.6000, 0.8000],
+                    [0.0000, 1.0000]])
         """
         embeddings = self.encoder(list(texts))
         if not isinstance(embeddings, Tensor) or embeddings.dim() != 2 or len(embeddings) != len(texts):  # noqa: PLR2004 -- [n,E]
@@ -104,6 +130,16 @@ class TextTower:
 
         Raises:
             ConfigError: it does not run, or the embeddings of images and texts differ in length.
+
+        Example:
+            >>> class Letters(nn.Module):
+            ...     def forward(self, texts):
+            ...         return torch.tensor([[float(text.count("a")), float(text.count("b"))] for text in texts])
+            >>> try:
+            ...     TextTower(Letters(), scale=100.0).check(length=512)
+            ... except ConfigError as error:
+            ...     print(error)
+            the embedding of an image has 512 numbers, and that of a text has 2
         """
         try:
             embedding = self.embed(["a photo"])

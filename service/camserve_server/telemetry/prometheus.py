@@ -1,7 +1,7 @@
-"""Metrics for Prometheus: all definitions, and the only place that counts them. docs/metrics.md lists them.
+"""Metrics for Prometheus: all definitions, and the only place that counts them.
 
-Callers cannot create label values: RPCs, codes, methods, verdicts, stages and reasons are constants of the code, and
-models' names come from the configuration.
+docs/reference/metrics.md is generated from these definitions. Callers cannot create label values: RPCs, codes, methods,
+verdicts, stages and reasons are constants of the code, and models' names come from the configuration.
 """
 
 import platform
@@ -56,33 +56,34 @@ class PrometheusMetrics:
         registry = self.registry
         self._requests = Histogram(
             "camserve_request_duration_seconds",
-            "Time from the arrival of a request to its response. Requests of a stream are counted one by one.",
+            "Time from the arrival of a request to its response. Each request of a stream counts.",
             ("rpc", "method", "model", "code"),
             buckets=LATENCIES,
             registry=registry,
         )
         self._stages = Histogram(
             "camserve_stage_duration_seconds",
-            "Time that a request spent in a stage, in total.",
+            "Time that a request spent in admission (waiting for room in the queue), decode (waiting for a thread"
+            " included), queue (waiting for a batch), compute (in batches) and render. Parts of a stage are summed.",
             ("stage",),
             buckets=STAGES,
             registry=registry,
         )
         self._explained = Counter(
             "camserve_explanations",
-            "Maps by their verdict.",
+            "Maps, by their verdict.",
             ("method", "model", "verdict"),
             registry=registry,
         )
         self._shed = Counter(
             "camserve_requests_shed",
-            "Valid requests that the server refused or dropped.",
+            "Valid requests that the server refused or did not finish, by the state of the server that caused it.",
             ("reason",),
             registry=registry,
         )
         self._cancelled = Counter(
             "camserve_requests_cancelled",
-            "Requests cancelled by the caller or the deadline.",
+            "Requests that were cancelled by their caller or by their deadline.",
             ("reason",),
             registry=registry,
         )
@@ -96,30 +97,35 @@ class PrometheusMetrics:
         """Define the metrics of batches, models and workers."""
         registry = self.registry
         self._batch_rows = Histogram(
-            "camserve_batch_rows", "Rows in a batch.", ("kind",), buckets=ROWS, registry=registry
+            "camserve_batch_rows",
+            "Rows in a batch, by the kind of its computation.",
+            ("kind",),
+            buckets=ROWS,
+            registry=registry,
         )
         self._batch_seconds = Histogram(
             "camserve_batch_duration_seconds",
-            "Duration of a batch, with the transfer to the worker and back.",
+            "Time that a batch took, transfer to and from the worker included.",
             ("kind",),
             buckets=STAGES,
             registry=registry,
         )
         self._busy = Counter(
             "camserve_engine_busy_seconds",
-            "Time in which workers ran batches, in total. Batches that share a worker count half each.",
+            "Time in which workers ran batches, summed; its rate is the number of busy workers. Batches that share a"
+            " worker, on halves of its cores or on a GPU, count half each.",
             registry=registry,
         )
         self._loads = Histogram(
             "camserve_model_load_duration_seconds",
-            "Duration of loading a model, or of failing to. The loads of a restarted worker are not counted.",
+            "Time that loading a model took, by its outcome. Loads by a restarted worker are not counted.",
             ("model", "outcome"),
             buckets=LOADS,
             registry=registry,
         )
         self._restarts = Counter(
             "camserve_engine_restarts",
-            "Workers that died or hung while they worked, and were restarted.",
+            "Workers that died or hung, and were restarted.",
             ("engine", "device"),
             registry=registry,
         )
@@ -182,11 +188,20 @@ class _StateCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield each metric."""
         state = self._state()
-        yield GaugeMetricFamily("camserve_ready", "1 if the server's health is SERVING, else 0.", state.ready)
-        yield GaugeMetricFamily("camserve_calls_in_flight", "Calls in progress; a stream is one.", state.in_flight)
-        yield GaugeMetricFamily("camserve_queue_rows", "Rows accepted and not yet answered.", state.queue_rows)
-        yield GaugeMetricFamily("camserve_queue_limit_rows", "Maximum of camserve_queue_rows.", state.queue_limit)
-        rows = CounterMetricFamily("camserve_rows", "Rows that workers ran.", labels=("outcome",))
+        yield GaugeMetricFamily("camserve_ready", "1 while the server's health is SERVING.", state.ready)
+        yield GaugeMetricFamily(
+            "camserve_calls_in_flight", "Calls in progress; a stream counts as one.", state.in_flight
+        )
+        yield GaugeMetricFamily(
+            "camserve_queue_rows",
+            "Rows accepted and not yet answered: of one request at most 64 at a time, and a large image counts as"
+            " several. Autoscaling uses it.",
+            state.queue_rows,
+        )
+        yield GaugeMetricFamily(
+            "camserve_queue_limit_rows", "Maximum of camserve_queue_rows: max_queue_rows.", state.queue_limit
+        )
+        rows = CounterMetricFamily("camserve_rows", "Rows that workers ran, by their outcome.", labels=("outcome",))
         rows.add_metric(("answered",), state.answered)
         rows.add_metric(("failed",), state.failed)
         yield rows
@@ -195,7 +210,7 @@ class _StateCollector(Collector):
 
 
 def _model_metrics(state: ServerSnapshot) -> Iterator[Metric]:
-    ready = GaugeMetricFamily("camserve_model_ready", "1 if a model can be used, else 0.", labels=("model",))
+    ready = GaugeMetricFamily("camserve_model_ready", "1 while a model answers requests.", labels=("model",))
     versions = GaugeMetricFamily("camserve_model_version", "Number of times a model was loaded.", labels=("model",))
     for name, model_version, is_ready in state.models:
         ready.add_metric((name,), is_ready)
@@ -205,10 +220,11 @@ def _model_metrics(state: ServerSnapshot) -> Iterator[Metric]:
 
 
 def _worker_metrics(state: ServerSnapshot) -> Iterator[Metric]:
-    up = GaugeMetricFamily("camserve_engine_up", "1 if a worker accepts batches, else 0.", labels=("engine", "device"))
+    up = GaugeMetricFamily("camserve_engine_up", "1 while a worker accepts batches.", labels=("engine", "device"))
     memory = GaugeMetricFamily(
         "camserve_engine_memory_bytes",
-        "Memory of a worker: resident and pinned of its process; allocated, reserved and total of its GPU.",
+        "Memory of a worker, at most half a second old: resident of its process; on a GPU also allocated (in tensors),"
+        " reserved (by torch, tensors included), total, and pinned (of the host, for uploads).",
         labels=("engine", "device", "kind"),
     )
     for number, worker in enumerate(state.engines):

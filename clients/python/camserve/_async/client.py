@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 class AsyncClient(ExplanationCalls, InspectionCalls, EvaluationCalls, ModelCalls):
     """Asynchronous client of a camserve server, for use in one event loop.
 
-    Example::
-
-        async with camserve.AsyncClient("localhost:50051") as client:
-            result = await client.explain("cat.jpg", methods=["gradcam"])
-            async for result in client.explain_many(["cat.jpg", "dog.jpg"]):
-                print(result.predictions[0].label)
+    The examples use ``await`` outside of a coroutine, as notebooks and ``python -m asyncio`` allow.
 
     Args:
         address: HOST:PORT. Several servers are called in turn: ``dns:///NAME:PORT`` stands for all
@@ -50,6 +45,16 @@ class AsyncClient(ExplanationCalls, InspectionCalls, EvaluationCalls, ModelCalls
 
     Raises:
         InvalidArgument: An argument is out of range.
+
+    Example:
+        >>> async with camserve.AsyncClient("localhost:50051") as client:
+        ...     result = await client.explain("cat.jpg", methods=["gradcam"])
+        ...     async for other in client.explain_many(["cat.jpg", "cat.jpg"]):
+        ...         print(other.predictions[0].label)
+        Egyptian cat
+        Egyptian cat
+        >>> result.explanations[0].heading
+        'Egyptian cat · gradcam'
     """
 
     def __init__(  # noqa: PLR0913 -- every one is an option of the client

@@ -62,7 +62,19 @@ class Calls:
             self._open()
 
     async def close(self) -> None:
-        """Close the connections; calls in progress end with Cancelled."""
+        """Close the connections; calls in progress end with Cancelled.
+
+        Example:
+            >>> client = camserve.AsyncClient("localhost:50051")
+            >>> await client.health()
+            <Health.SERVING: 'SERVING'>
+            >>> await client.close()
+            >>> try:
+            ...     await client.health()
+            ... except camserve.FailedPrecondition as error:
+            ...     print(error.message)
+            the client is closed
+        """
         self._closed = True
         if self._open_pool is not None:
             for stubs in self._open_pool.close():
@@ -131,5 +143,10 @@ class Calls:
 
         Raises:
             InvalidArgument: The image cannot be read, or is not an image.
+
+        Example:
+            >>> from pathlib import Path
+            >>> client._file_of("cat.jpg") == Path("cat.jpg").read_bytes()
+            True
         """
         return _codec.image_bytes(image)

@@ -42,6 +42,14 @@ class EvaluationCalls(Calls):
 
         Raises:
             CamserveError: The subclass gives the reason.
+
+        Example:
+            >>> metrics = [("insertion", {"steps": 5}), "sparseness"]
+            >>> evaluation = await client.evaluate("cat.jpg", methods=["gradcam", "edges"], metrics=metrics)
+            >>> print(evaluation.table())
+                     insertion ↑  sparseness ↑
+            gradcam  0.563 *      0.263
+            edges    0.295        0.427 *
         """
         question = _codec.ExplainRequestBuilder(**options).request()
         question = await transport.run_blocking(lambda: _codec.with_image(question, self._file_of(image)))
@@ -49,6 +57,15 @@ class EvaluationCalls(Calls):
         return _metrics.evaluation(await self._call(lambda stubs: stubs.evaluate.Evaluate, request, timeout))
 
     async def metrics(self) -> tuple[MetricInfo, ...]:
-        """List the server's metrics and their parameters."""
+        """List the server's metrics and their parameters.
+
+        Raises:
+            CamserveError: The subclass gives the reason.
+
+        Example:
+            >>> metrics = await client.metrics()
+            >>> [metric.name for metric in metrics if metric.needs_box]
+            ['pointing_game', 'energy_in_box']
+        """
         response = await self._call(lambda stubs: stubs.evaluate.ListMetrics, evaluate_pb2.ListMetricsRequest())
         return tuple(map(_metrics.metric, response.metrics))

@@ -34,6 +34,11 @@ class InspectionCalls(Calls):
 
         Raises:
             CamserveError: The subclass gives the reason.
+
+        Example:
+            >>> inspection = await client.inspect("cat.jpg", layers=["conv_stem", "bn2"])
+            >>> [(layer.name, layer.output_shape, f"{layer.activation.zeros:.0%} zeros") for layer in inspection.layers]
+            [('conv_stem', (1, 32, 112, 112), '0% zeros'), ('bn2', (1, 1280, 7, 7), '94% zeros')]
         """
         request = await transport.run_blocking(
             lambda: _inspection_codec.inspection_request(self._file_of(image), options)
@@ -60,6 +65,13 @@ class InspectionCalls(Calls):
 
         Raises:
             CamserveError: The subclass gives the reason.
+
+        Example:
+            >>> features = await client.features("cat.jpg", layer="bn2", top=3)
+            >>> [channel.index for channel in features.channels], features.channel_count
+            ([287, 112, 451], 1280)
+            >>> features.maps.shape
+            (3, 7, 7)
         """
         request = await transport.run_blocking(
             lambda: _inspection_codec.features_request(self._file_of(image), options, self._file_of)
@@ -89,6 +101,11 @@ class InspectionCalls(Calls):
 
         Raises:
             CamserveError: The subclass gives the reason.
+
+        Example:
+            >>> first, second = await client.features_many(["cat.jpg", "cat.jpg"], rank="pca", top=3)
+            >>> first.maps.shape, (first.basis.vectors == second.basis.vectors).all()
+            ((3, 7, 7), np.True_)
         """
         photos = tuple(_stream.refuse_single_image(images, "features_many", "features"))
         first_options = _inspection_codec.shared_options(photos, options)

@@ -18,12 +18,33 @@ class ModelCalls(Calls):
     """Calls about the server: its models, their layers, its methods and its health."""
 
     async def models(self) -> tuple[Model, ...]:
-        """List the server's models; the first one is the default."""
+        """List the server's models; the first one is the default.
+
+        Raises:
+            CamserveError: The subclass gives the reason.
+
+        Example:
+            >>> models = await client.models()
+            >>> [(model.name, model.task) for model in models][:3]
+            [('efficientnet_lite0', 'classify'), ('segmenter', 'segment'), ('segmenter-2', 'segment')]
+        """
         response = await self._call(lambda stubs: stubs.models.ListModels, models_pb2.ListModelsRequest())
         return tuple(map(_codec.model, response.models))
 
     async def model(self, name: str = "") -> Model:
-        """Describe one model, including its labels. Without a name it is the server's first model."""
+        """Describe one model, including its labels.
+
+        Args:
+            name: Name of the model. Default: the server's first model.
+
+        Raises:
+            NotFound: The server has no model of that name.
+
+        Example:
+            >>> model = await client.model("efficientnet_lite0")
+            >>> model.default_layer, model.labels[281:286]
+            ('bn2', ('tabby', 'tiger cat', 'Persian cat', 'Siamese cat', 'Egyptian cat'))
+        """
         response = await self._call(lambda stubs: stubs.models.GetModel, models_pb2.GetModelRequest(name=name))
         return _codec.model(response.model, response.labels)
 
@@ -40,6 +61,12 @@ class ModelCalls(Calls):
 
         Raises:
             FailedPrecondition: The server does not allow it, or the model could not be loaded.
+            NotFound: The server's configuration has no model of that name, or the model folder no such file.
+
+        Example:
+            >>> model = await client.load_model("segmenter")
+            >>> model.state
+            <ModelState.READY: 'READY'>
         """
         request = models_pb2.LoadModelRequest(name=name, weights=weights, sha256=sha256)
         response = await self._call(lambda stubs: stubs.models.LoadModel, request, timeout)
@@ -54,6 +81,13 @@ class ModelCalls(Calls):
 
         Raises:
             FailedPrecondition: The server does not allow it.
+            NotFound: The server's configuration has no model of that name.
+
+        Example:
+            >>> model = await client.unload_model("segmenter")
+            >>> model.state
+            <ModelState.UNLOADED: 'UNLOADED'>
+            >>> model = await client.load_model("segmenter")  # it answers again
         """
         response = await self._call(
             lambda stubs: stubs.models.UnloadModel, models_pb2.UnloadModelRequest(name=name), timeout
@@ -61,21 +95,49 @@ class ModelCalls(Calls):
         return _codec.model(response.model)
 
     async def layers(self, model: str = "") -> tuple[Layer, ...]:
-        """List the layers of a model in the order in which they run."""
+        """List the layers of a model in the order in which they run.
+
+        Args:
+            model: Name of the model. Default: the server's first model.
+
+        Raises:
+            NotFound: The server has no model of that name.
+
+        Example:
+            >>> layers = await client.layers("efficientnet_lite0")
+            >>> [(layer.name, layer.grid) for layer in layers if layer.explainable][-2:]
+            [('bn2.act', (7, 7)), ('bn2', (7, 7))]
+        """
         response = await self._call(lambda stubs: stubs.models.ListLayers, models_pb2.ListLayersRequest(model=model))
         return tuple(map(_codec.layer, response.layers))
 
     async def methods(self) -> tuple[MethodInfo, ...]:
-        """List the server's methods and their parameters."""
+        """List the server's methods and their parameters.
+
+        Raises:
+            CamserveError: The subclass gives the reason.
+
+        Example:
+            >>> methods = await client.methods()
+            >>> [method.name for method in methods if method.kind == "CAM"][:3]
+            ['gradcam', 'hirescam', 'layercam']
+        """
         response = await self._call(lambda stubs: stubs.models.ListMethods, models_pb2.ListMethodsRequest())
         return tuple(map(_codec.method, response.methods))
 
     async def health(self, service: str = "") -> Health:
         """Check once, without retries, whether the server or one of its services accepts requests.
 
+        Args:
+            service: Name of the service, such as "camserve.v1.ExplainService". Default: the whole server.
+
         Raises:
             NotFound: The server has no such service.
             Unavailable: No server answers.
+
+        Example:
+            >>> await client.health()
+            <Health.SERVING: 'SERVING'>
         """
         request = encode_health_request(service)
         return decode_health(await self._call(lambda stubs: stubs.check_health, request, retry=Retry(attempts=0)))

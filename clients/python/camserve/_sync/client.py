@@ -25,13 +25,6 @@ if TYPE_CHECKING:
 class Client(ExplanationCalls, InspectionCalls, EvaluationCalls, ModelCalls):
     """Client of a camserve server. Threads may share it.
 
-    Example::
-
-        with camserve.Client("localhost:50051") as client:
-            result = client.explain("cat.jpg", methods=["gradcam"])
-            for result in client.explain_many(["cat.jpg", "dog.jpg"]):
-                print(result.predictions[0].label)
-
     Args:
         address: HOST:PORT. Several servers are called in turn: ``dns:///NAME:PORT`` stands for all
             addresses of a name, ``ipv4:HOST:PORT,HOST:PORT`` for those listed.
@@ -51,6 +44,16 @@ class Client(ExplanationCalls, InspectionCalls, EvaluationCalls, ModelCalls):
 
     Raises:
         InvalidArgument: An argument is out of range.
+
+    Example:
+        >>> with camserve.Client("localhost:50051") as client:
+        ...     result = client.explain("cat.jpg", methods=["gradcam"])
+        ...     for other in client.explain_many(["cat.jpg", "cat.jpg"]):
+        ...         print(other.predictions[0].label)
+        Egyptian cat
+        Egyptian cat
+        >>> result.explanations[0].heading
+        'Egyptian cat · gradcam'
     """
 
     def __init__(  # noqa: PLR0913 -- every one is an option of the client

@@ -63,7 +63,19 @@ class Calls:
             self._open()
 
     def close(self) -> None:
-        """Close the connections; calls in progress end with Cancelled."""
+        """Close the connections; calls in progress end with Cancelled.
+
+        Example:
+            >>> client = camserve.Client("localhost:50051")
+            >>> client.health()
+            <Health.SERVING: 'SERVING'>
+            >>> client.close()
+            >>> try:
+            ...     client.health()
+            ... except camserve.FailedPrecondition as error:
+            ...     print(error.message)
+            the client is closed
+        """
         self._closed = True
         if self._open_pool is not None:
             for stubs in self._open_pool.close():
@@ -132,5 +144,10 @@ class Calls:
 
         Raises:
             InvalidArgument: The image cannot be read, or is not an image.
+
+        Example:
+            >>> from pathlib import Path
+            >>> client.file_of("cat.jpg") == Path("cat.jpg").read_bytes()
+            True
         """
         return _codec.image_bytes(image)

@@ -43,6 +43,14 @@ class EvaluationCalls(Calls):
 
         Raises:
             CamserveError: The subclass gives the reason.
+
+        Example:
+            >>> metrics = [("insertion", {"steps": 5}), "sparseness"]
+            >>> evaluation = client.evaluate("cat.jpg", methods=["gradcam", "edges"], metrics=metrics)
+            >>> print(evaluation.table())
+                     insertion ↑  sparseness ↑
+            gradcam  0.563 *      0.263
+            edges    0.295        0.427 *
         """
         question = _codec.ExplainRequestBuilder(**options).request()
         question = transport.run_blocking(lambda: _codec.with_image(question, self.file_of(image)))
@@ -50,6 +58,15 @@ class EvaluationCalls(Calls):
         return _metrics.evaluation(self._call(lambda stubs: stubs.evaluate.Evaluate, request, timeout))
 
     def metrics(self) -> tuple[MetricInfo, ...]:
-        """List the server's metrics and their parameters."""
+        """List the server's metrics and their parameters.
+
+        Raises:
+            CamserveError: The subclass gives the reason.
+
+        Example:
+            >>> metrics = client.metrics()
+            >>> [metric.name for metric in metrics if metric.needs_box]
+            ['pointing_game', 'energy_in_box']
+        """
         response = self._call(lambda stubs: stubs.evaluate.ListMetrics, evaluate_pb2.ListMetricsRequest())
         return tuple(map(_metrics.metric, response.metrics))

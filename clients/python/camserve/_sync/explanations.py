@@ -54,6 +54,13 @@ class ExplanationCalls(StreamCalls):
         Raises:
             CamserveError: The subclass gives the reason. Options that are certainly invalid are
                 not sent.
+
+        Example:
+            >>> result = client.explain("cat.jpg", targets=["tabby", "lynx"], max_side=200)
+            >>> [(explanation.title, round(explanation.score, 1)) for explanation in result.explanations]
+            [('tabby', 8.2), ('lynx', 6.5)]
+            >>> result.explanations[0].save("why.jpg").exists()
+            True
         """
         request = _codec.ExplainRequestBuilder(**options).request()
         result = self._explain_one(request, image, on_progress, timeout)
@@ -78,6 +85,12 @@ class ExplanationCalls(StreamCalls):
         Raises:
             CamserveError: The subclass gives the reason: ``NotFound`` if the server has no model of
                 that name. A difference between the two explanations is not an error.
+
+        Example:
+            >>> result = client.explain("cat.jpg", targets=["tabby"])
+            >>> replay = client.replay(result.explanations[0].receipt, "cat.jpg")
+            >>> replay.same, replay.differences
+            (True, ())
         """
         result = self._explain_one(_replay.request(receipt), image, on_progress, timeout)
         return _replay.compare(receipt, _replay.explanation(result))
@@ -108,6 +121,13 @@ class ExplanationCalls(StreamCalls):
 
         Raises:
             CamserveError: The subclass gives the reason.
+
+        Example:
+            >>> both = client.compare("cat.jpg", "segmenter", "segmenter-2", targets=camserve.segment("red"))
+            >>> both.same_prediction
+            True
+            >>> round(both.comparisons[0].spearman, 1)  # 1 if both models rank all places the same
+            0.8
         """
         options["heatmap"] = True
         options["model"] = baseline
@@ -126,6 +146,10 @@ class ExplanationCalls(StreamCalls):
 
         Raises:
             CamserveError: ``explain`` would reject these options too.
+
+        Example:
+            >>> client.estimate_cost(methods=["gradcam", ("rise", {"samples": 1000})], top_k=2)
+            Cost(rows=2002, explanations=4, max_rows=16384)
         """
         question = _codec.ExplainRequestBuilder(**options).request()
         request = explain_pb2.EstimateCostRequest(explain=question)
@@ -182,6 +206,14 @@ class ExplanationCalls(StreamCalls):
 
         Raises:
             CamserveError: The subclass gives the reason.
+
+        Example:
+            >>> images = ["cat.jpg", {"image": "cat.jpg", "targets": ["tiger cat"]}, b"no image"]
+            >>> for result in client.explain_many(images, on_error="return", max_side=200):
+            ...     print(repr(result) if isinstance(result, camserve.CamserveError) else result.explanations[0].title)
+            Egyptian cat
+            tiger cat
+            InvalidArgument(...)
         """
         seconds = self._settings.timeout_for(timeout)
         window = _stream.InFlightWindow(in_flight, self._settings.retry, seconds, on_error)

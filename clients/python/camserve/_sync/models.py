@@ -19,12 +19,33 @@ class ModelCalls(Calls):
     """Calls about the server: its models, their layers, its methods and its health."""
 
     def models(self) -> tuple[Model, ...]:
-        """List the server's models; the first one is the default."""
+        """List the server's models; the first one is the default.
+
+        Raises:
+            CamserveError: The subclass gives the reason.
+
+        Example:
+            >>> models = client.models()
+            >>> [(model.name, model.task) for model in models][:3]
+            [('efficientnet_lite0', 'classify'), ('segmenter', 'segment'), ('segmenter-2', 'segment')]
+        """
         response = self._call(lambda stubs: stubs.models.ListModels, models_pb2.ListModelsRequest())
         return tuple(map(_codec.model, response.models))
 
     def model(self, name: str = "") -> Model:
-        """Describe one model, including its labels. Without a name it is the server's first model."""
+        """Describe one model, including its labels.
+
+        Args:
+            name: Name of the model. Default: the server's first model.
+
+        Raises:
+            NotFound: The server has no model of that name.
+
+        Example:
+            >>> model = client.model("efficientnet_lite0")
+            >>> model.default_layer, model.labels[281:286]
+            ('bn2', ('tabby', 'tiger cat', 'Persian cat', 'Siamese cat', 'Egyptian cat'))
+        """
         response = self._call(lambda stubs: stubs.models.GetModel, models_pb2.GetModelRequest(name=name))
         return _codec.model(response.model, response.labels)
 
@@ -39,6 +60,12 @@ class ModelCalls(Calls):
 
         Raises:
             FailedPrecondition: The server does not allow it, or the model could not be loaded.
+            NotFound: The server's configuration has no model of that name, or the model folder no such file.
+
+        Example:
+            >>> model = client.load_model("segmenter")
+            >>> model.state
+            <ModelState.READY: 'READY'>
         """
         request = models_pb2.LoadModelRequest(name=name, weights=weights, sha256=sha256)
         response = self._call(lambda stubs: stubs.models.LoadModel, request, timeout)
@@ -53,26 +80,61 @@ class ModelCalls(Calls):
 
         Raises:
             FailedPrecondition: The server does not allow it.
+            NotFound: The server's configuration has no model of that name.
+
+        Example:
+            >>> model = client.unload_model("segmenter")
+            >>> model.state
+            <ModelState.UNLOADED: 'UNLOADED'>
+            >>> model = client.load_model("segmenter")  # it answers again
         """
         response = self._call(lambda stubs: stubs.models.UnloadModel, models_pb2.UnloadModelRequest(name=name), timeout)
         return _codec.model(response.model)
 
     def layers(self, model: str = "") -> tuple[Layer, ...]:
-        """List the layers of a model in the order in which they run."""
+        """List the layers of a model in the order in which they run.
+
+        Args:
+            model: Name of the model. Default: the server's first model.
+
+        Raises:
+            NotFound: The server has no model of that name.
+
+        Example:
+            >>> layers = client.layers("efficientnet_lite0")
+            >>> [(layer.name, layer.grid) for layer in layers if layer.explainable][-2:]
+            [('bn2.act', (7, 7)), ('bn2', (7, 7))]
+        """
         response = self._call(lambda stubs: stubs.models.ListLayers, models_pb2.ListLayersRequest(model=model))
         return tuple(map(_codec.layer, response.layers))
 
     def methods(self) -> tuple[MethodInfo, ...]:
-        """List the server's methods and their parameters."""
+        """List the server's methods and their parameters.
+
+        Raises:
+            CamserveError: The subclass gives the reason.
+
+        Example:
+            >>> methods = client.methods()
+            >>> [method.name for method in methods if method.kind == "CAM"][:3]
+            ['gradcam', 'hirescam', 'layercam']
+        """
         response = self._call(lambda stubs: stubs.models.ListMethods, models_pb2.ListMethodsRequest())
         return tuple(map(_codec.method, response.methods))
 
     def health(self, service: str = "") -> Health:
         """Check once, without retries, whether the server or one of its services accepts requests.
 
+        Args:
+            service: Name of the service, such as "camserve.v1.ExplainService". Default: the whole server.
+
         Raises:
             NotFound: The server has no such service.
             Unavailable: No server answers.
+
+        Example:
+            >>> client.health()
+            <Health.SERVING: 'SERVING'>
         """
         request = encode_health_request(service)
         return decode_health(self._call(lambda stubs: stubs.check_health, request, retry=Retry(attempts=0)))

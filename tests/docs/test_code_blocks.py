@@ -1,0 +1,65 @@
+"""Documentation: every code block runs, and prints what the page says."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs.pages import PAGES, ROOT, Reader, Servers
+from support import PHOTOS
+
+SLOW = {"docs/evaluation.md"}
+"""Pages that ask for many rows."""
+
+REASONS = {
+    "downloads weights",
+    "needs a GPU",
+    "needs a cluster",
+    "needs a collector of traces",
+    "needs a command of yours",
+    "needs a container engine",
+    "needs a module of yours",
+    "needs a segmentation model",
+    "needs a settings file of yours",
+    "needs another package",
+    "needs two models",
+    "needs weights of yours",
+    "runs until Ctrl-C",
+    "takes minutes",
+}
+"""Why blocks are not run. The other reason is the file of the tests that run the block in another way."""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """Server with the default model; the value maps the documented ports to its ports."""
+    servers = Servers()
+    words = ["serve", "--http-address", "8080", "--metrics-address", "9464"]
+    servers.start(words, tmp_path_factory.mktemp("shared"))
+    yield servers.ports
+    servers.stop()
+
+
+@pytest.fixture
+def reader(shared, tmp_path, monkeypatch):
+    """A reader in a folder with a photo of a cat."""
+    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
+    monkeypatch.setenv("CAMSERVE_SERVER", f"127.0.0.1:{shared[50051]}")
+    return Reader(tmp_path, monkeypatch, shared)
+
+
+def named(path):
+    name = path.relative_to(ROOT).as_posix()
+    return pytest.param(path, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("path", [named(path) for path in PAGES if "```" in path.read_text(encoding="utf-8")])
+def test_code_blocks_of_a_page_run_in_order(path, reader):
+    reader.read(path)
+
+    assert [reason for reason in reader.skipped if reason not in REASONS and not (ROOT / reason).is_file()] == []
