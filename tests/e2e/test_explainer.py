@@ -17,6 +17,7 @@ from torchvision.transforms import v2
 
 import camserve
 import camserve_server
+import fork_server
 from camserve_server import Explainer
 from camserve_server.core.errors import ConfigError
 from camserve_server.models import Preprocess, Source
@@ -367,3 +368,18 @@ def test_explainer_opens_no_port_and_starts_no_process(gone):
 
     assert result.stderr == ""
     assert result.stdout == "(2, 2) []\n"
+
+
+LEFT_OPEN = """
+import numpy as np, torchvision
+from camserve_server import Explainer
+
+explainer = Explainer(torchvision.models.resnet18(num_classes=5), size=64)
+print(explainer.explain(np.zeros((64, 64, 3), np.uint8)).explanations[0].heatmap.shape)
+"""
+
+
+def test_program_ends_silently_with_an_explainer_left_open():
+    result = fork_server.run(LEFT_OPEN)
+
+    assert (result.returncode, result.stdout, result.stderr) == (0, "(2, 2)\n", "")

@@ -126,7 +126,9 @@ class Explainer(camserve.Client):
             **(settings or {}),
         }
         self._service = _Service(config.load(flags=flags, environment={}), spec)
-        weakref.finalize(self, self._service.stop)  # a notebook may create another explainer without closing this one
+        # A notebook may create another explainer without closing this one. At the end of the process nothing is
+        # stopped: executors are shut down before finalizers run, so the event loop would print that it cannot stop.
+        weakref.finalize(self, self._service.stop).atexit = False
         super().__init__("in-process", channel=self._service.channel, timeout=timeout)
 
     def close(self) -> None:

@@ -167,7 +167,10 @@ def _checked_values(output: Any, task: Task) -> Tensor:
         if task_of(output) != "detect":
             raise ConfigError(f"it is not a detector: it returns {_description(output)}, not boxes, labels and scores")
         if not len(output[0]["scores"]):
-            raise ConfigError("it finds no object in an image of noise, at any score, so its layers cannot be probed")
+            raise ConfigError(
+                "it finds no object in an image of noise, so its layers cannot be probed: keep the lowest score that "
+                "it reports in an attribute score_thresh, which is lowered meanwhile"
+            )
         others = output[0].get("class_scores")
         if others is not None and (others.dim() != 2 or len(others) != len(output[0]["scores"])):  # noqa: PLR2004
             raise ConfigError(f"its class_scores are {list(others.shape)} and not [objects, classes]")
