@@ -22,7 +22,7 @@ TIMES ?= 3
 TORCH ?= gpu
 DOCKER_FLAGS ?=
 
-.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo soak fuzz dist release-files release-dry-run lock check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery parity precision reference docs
+.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo test-site soak fuzz dist release-files release-dry-run lock check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery pictures parity precision reference docs
 
 setup: $(VENV)/.done  ## create the .venv with all dependencies
 
@@ -154,6 +154,10 @@ $(YOLO_VENV)/.done: pyproject.toml constraints.txt
 test-yolo: $(YOLO_VENV)/.done  ## compare examples/yolo.py with Ultralytics, in a venv of its own: a minute or two
 	$(YOLO_VENV)/bin/python -m pytest tests/yolo
 
+# axe-core and Chromium are those of the page's tests.
+test-site: docs setup browser  ## build the site, and test it in Chromium: search, accessibility, narrow screens
+	$(BIN)/python -m pytest tests/site
+
 soak: setup  ## load a server to saturation for MINUTES=10, and check its responses and resources
 	cd tests && ../$(BIN)/python -m robustness.soak --minutes $(MINUTES)
 
@@ -256,6 +260,9 @@ docs: $(DOCS_VENV)/.done  ## build the site of the documentation into docs/_buil
 gallery: setup  ## write docs/methods.md and docs/gallery.md: some minutes
 	$(BIN)/python docs/generate/gallery.py
 	$(BIN)/python docs/generate/methods_page.py
+
+pictures: setup  ## write the pictures of the tutorials: a minute
+	$(BIN)/python docs/generate/tutorials.py
 
 parity: setup  ## compare every method with its oracles, and write docs/parity.md: some minutes
 	PYTHONPATH=tests $(BIN)/python docs/generate/parity.py

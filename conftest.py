@@ -16,22 +16,8 @@ def example_servers(tmp_path_factory):
     """Servers that the examples call."""
     import example_servers  # noqa: PLC0415 -- imports torch, and most runs of tests need no example
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", os.devnull)  # not the user's cache of probed models
-        with example_servers.example_servers(tmp_path_factory.mktemp("servers")) as servers:
-            yield servers
-
-
-@pytest.fixture(scope="session")
-def example_photo(tmp_path_factory):
-    """The photo that the examples explain, as a file."""
-    from PIL import Image  # noqa: PLC0415 -- most runs of tests need no example
-
-    from support import PHOTOS  # noqa: PLC0415 -- the same
-
-    path = tmp_path_factory.mktemp("photo") / "cat.jpg"
-    Image.open(PHOTOS["chelsea"]).save(path, quality=92)
-    return path
+    with example_servers.example_servers(tmp_path_factory.mktemp("servers")) as servers:
+        yield servers
 
 
 @pytest.fixture(scope="session")
@@ -57,41 +43,49 @@ def example_async_client(example_servers, example_loop):
 
 
 @pytest.fixture(autouse=True)
-def _names_of_example(request):
+def _prepared_example(request):
     """Give an example what it uses: a folder with `cat.jpg`, `client`, and servers at the addresses that it names."""
     if not isinstance(request.node, pytest.DoctestItem):
         return
-    examples, names = request.node.dtest.examples, request.node.dtest.globs
-    text = "".join(example.source for example in examples)
+    fixture, test = request.getfixturevalue, request.node.dtest
+    text = "".join(example.source + example.want for example in test.examples)
     is_async = "_async" in request.node.path.parts
-    names["camserve"] = camserve
+    test.globs["camserve"] = camserve
+    fixture("monkeypatch").setenv("XDG_CACHE_HOME", os.devnull)  # not the user's cache of probed models
     if "cat.jpg" in text:
-        folder = request.getfixturevalue("tmp_path")
-        shutil.copy(request.getfixturevalue("example_photo"), folder)
-        request.getfixturevalue("monkeypatch").chdir(folder)
+        _enter_folder_with_photo(fixture("monkeypatch"), fixture("tmp_path"))
     if "client." in text:
-        names["client"] = request.getfixturevalue("example_async_client" if is_async else "example_client")
-    text += "".join(example.want for example in examples)
-    if "localhost:5005" in text or "token=token" in text:
-        servers = request.getfixturevalue("example_servers")
-        names["token"] = servers.token
-        for example in examples:
-            example.source, example.want = (_with_addresses(part, servers) for part in (example.source, example.want))
+        test.globs["client"] = fixture("example_async_client" if is_async else "example_client")
+    if "localhost:5005" in text:
+        _replace_addresses(test, fixture("example_servers"))
     if is_async:
-        runner = request.getfixturevalue("example_loop")
-        names["run_example"] = lambda source: _run(source, names, runner)
-        for example in examples:
-            example.source = f"run_example({example.source!r})\n"
+        _allow_await(test, fixture("example_loop"))
 
 
-def _with_addresses(text, servers):
-    """Replace the addresses that examples name by those of the servers that run."""
-    return text.replace("localhost:50051", servers.address).replace("localhost:50052", servers.guarded_address)
+def _enter_folder_with_photo(monkeypatch, folder):
+    from support import PHOTOS  # noqa: PLC0415 -- imports torch, and most runs of tests need no example
+
+    shutil.copy(PHOTOS["chelsea"], folder / "cat.jpg")
+    monkeypatch.chdir(folder)
 
 
-def _run(source, names, runner):
-    """Run a statement as `python -m asyncio` does, where `await` needs no coroutine around it."""
+def _replace_addresses(test, servers):
+    """Replace the addresses that an example names by those of the servers that run."""
+    test.globs["token"] = servers.token
+    for example in test.examples:
+        for named, address in (("localhost:50051", servers.address), ("localhost:50052", servers.guarded_address)):
+            example.source, example.want = (part.replace(named, address) for part in (example.source, example.want))
+
+
+def _allow_await(test, loop):
+    """Run an example as `python -m asyncio` does, where `await` needs no coroutine around it."""
+    test.globs["run_example"] = lambda source: _run(source, test.globs, loop)
+    for example in test.examples:
+        example.source = f"run_example({example.source!r})\n"
+
+
+def _run(source, names, loop):
     code = compile(source, "<example>", "single", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     result = eval(code, names)  # noqa: S307 -- our own examples
     if code.co_flags & inspect.CO_COROUTINE:
-        runner.run(result)
+        loop.run(result)

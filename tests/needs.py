@@ -28,6 +28,7 @@ NODE = missing("Node.js", "apt-get install nodejs npm && make node")
 NODE_PACKAGES = missing("the package list of the Node client", "make node")
 NOEXEC = "a file system mounted noexec is missing: run this as root on Linux"
 PROMETHEUS = missing("Prometheus", "apt-get install prometheus")
+SITE = "the site is not built: make test-site"
 SIMULATED = "a process of its own for the simulated GPU is missing: make test-simulated"
 RAY = missing("Ray", "make test-ray")
 TRANSFORMERS = missing("transformers", "make setup")

@@ -75,37 +75,35 @@ SIZE_OPTIONS = {"regnet_y_128gf": "?size=224"}  # 12 GB at its own 384 pixels
 TEXT = """\
 # Architectures
 
-Written by `make architectures` ({versions}).
-Each model has random weights; those of transformers (`hf:`) are small configurations. Each is explained by Grad-CAM at
-its default layer, for one class, object or embedding and one image of noise. *Deviation* is the largest difference
-from a reference map at the same layer, as a share of that map's largest value. The reference uses a forward hook,
-`torch.autograd.grad` and the paper's formula in float64. The script fails if a map deviates by more than 1e-5 or is
-zero.
+This page is for everybody who asks which layer of a model camserve explains, and why. It lists the default layer of
+{count} architectures of torchvision, timm and transformers. To see the layers of your own model, run `camserve
+layers`.
 
 ## How the layer is chosen
 
 The default layer is the last module to finish that meets all of these conditions:
 
 1. Its output has a grid over the image with more than one cell.
-2. The gradient of the score at its output is not zero. (In the last block of a transformer with a class token, only the
-   class token reaches the score after the block's first norm.)
+2. The gradient of the [score](glossary.md#score) at its output is not zero. (In the last block of a transformer with a
+   class token, only the class token reaches the score after the block's first norm.)
 3. It is not inside an attention: queries, keys and values alone are not features of the image.
-4. If its output is tokens, it is a norm or a module with children, such as a block, and not a single linear map.
-5. It changes its input: an identity, a dropout or a permutation is skipped for the module whose output it returns.
+4. If its output is tokens, it is a norm or a module with children, such as a block. A single linear map does not count.
+5. It changes its input. An identity, a dropout or a permutation does not: then the module before it is taken.
 
 A request can name any other layer with a grid and a gradient. The table has the number of these layers.
 
 ## How the grid is found
 
-The model runs on four images: one without added noise, and the same with noise that fades from top to bottom, with
-noise that fades from left to right, and with noise that does not fade. In the right reading of a layer's output, the
-share of the change that is due to the fading noise falls with the row, or with the column. So the run itself shows
-which axes are rows and columns, how many class, distillation and register tokens come first, and whether tokens are in
-the image's order. There is no table of architectures.
+Which axes of a layer's output are the rows and columns of the image? camserve has no table of architectures: it finds
+out by running the model on four images. One has no added noise. The others have noise that fades from top to bottom,
+noise that fades from left to right, and noise that does not fade. Compared with the last, fading noise changes the
+output less where it is weaker. So the axis along which the change falls with the first noise is the rows, and with
+the second the columns. This also shows how many class, distillation and register tokens come first, and whether
+tokens are in the image's order.
 
-Some layers show no places, for example after attention with random weights. Such a layer has the grid of other layers
-with the same shape, or the only grid that its shape allows. Layers with the same number of tokens have the same grid,
-the one that most of them show. Any other layer is refused, with the reason:
+In some layers the changes show no places, for example after attention with random weights. Such a layer gets the grid
+of other layers with the same shape, or the only grid that its shape allows. Layers with the same number of tokens get
+the grid that most of them show. Any other layer is refused, with the reason:
 
 | layer | refused because |
 |---|---|
@@ -124,7 +122,14 @@ photo.
 
 ## Results
 
-{count} architectures; the largest deviation is {worst}.
+{count} architectures; the largest deviation is {worst}. Written by `make architectures`
+({versions}).
+
+Each model has random weights; those of transformers (`hf:`) are small configurations. Each is explained by Grad-CAM at
+its default layer, for one class, object or embedding and one image of noise. *Deviation* is the largest difference
+from a reference map at the same layer, as a share of that map's largest value. The reference uses a forward hook,
+`torch.autograd.grad` and the paper's formula in float64. The script fails if a map deviates by more than 1e-5 or is
+zero.
 
 | model | default layer | grid | layout | prefix tokens | layers with a grid | deviation |
 |---|---|---|---|---|---|---|

@@ -1,9 +1,10 @@
-"""Write records/. Run it at a release, in a clean tree, and commit the files.
+"""Write records/. Run it right after a release, in the tree of its tag, and commit the files as the next change.
 
+    make dist
     cd tests && PYTHONPATH=../service:../clients/python ../.venv/bin/python -m compatibility.record [NAME...]
 
-NAME is a function in `PARTS`; the default is all of them. The tests in this folder compare every later tree with the
-records. Never record again only to make a test pass: first announce the removal or change in CHANGELOG.md.
+Until the tag, the tests in this folder compare the tree with the release before it. NAME is a function in `PARTS`; the
+default is all of them. Never record again only to make a test pass: first announce the change in CHANGELOG.md.
 """
 
 import sys
@@ -133,10 +134,11 @@ RECEIPTS = {
 
 
 def receipts():
+    """Add receipts to those of earlier releases, which stay readable."""
     with servers.serving() as address, camserve.Client(address) as client:
         for name, options in RECEIPTS.items():
             explanation = client.explain(calls.png(calls.PIXELS), overlay=None, **options).explanations[0]
-            explanation.receipt.save(storage.FOLDER / f"{name}.receipt.json")
+            explanation.receipt.save(storage.FOLDER / f"{name}-{surfaces.version()}.receipt.json")
     (storage.FOLDER / "photo.png").write_bytes(calls.png(calls.PIXELS))
 
 
@@ -190,7 +192,16 @@ def job():
         servers.pack(Path(folder), storage.FOLDER / "job.zip")
 
 
-PARTS = (client, commands, settings, package, imports, wire, exchanges, receipts, telemetry, plugin, job)
+def wheel():
+    """Replace the recorded wheel with the one that `make dist` has built."""
+    built = surfaces.ROOT / "dist" / f"camserve-{surfaces.version()}-py3-none-any.whl"
+    content = built.read_bytes()
+    for old in storage.FOLDER.glob("*.whl"):
+        old.unlink()
+    (storage.FOLDER / built.name).write_bytes(content)
+
+
+PARTS = (client, commands, settings, package, imports, wire, exchanges, receipts, telemetry, plugin, job, wheel)
 
 
 def check_tree():

@@ -1,4 +1,4 @@
-"""The files in records/, which describe the release at which `record.py` was last run."""
+"""The files in records/, which describe the release after which `record.py` was last run."""
 
 import json
 import lzma

@@ -24,11 +24,16 @@ PROGRAMS = ("camserve.cli", "camserve_server.cli")
 
 
 def value(result):
-    """Return a result of the client as JSON, with a SHA-256 in place of bytes and arrays."""
+    """Return a result of the client as JSON, with a SHA-256 in place of bytes and arrays.
+
+    Other objects, such as the photo of a result in a notebook, are written as the name of their class.
+    """
     for kinds, describe in _DESCRIBED:
         if isinstance(result, kinds):
             return describe(result)
-    return _value_of(result) if dataclasses.is_dataclass(result) else result
+    if dataclasses.is_dataclass(result):
+        return _value_of(result)
+    return result if isinstance(result, str | int | None) else type(result).__name__
 
 
 def _error(error):
@@ -268,9 +273,18 @@ def _rpc(rpc):
     }
 
 
+def _project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def version():
+    """Return the version of this tree."""
+    return _project()["version"]
+
+
 def package():
     """Return the package's console scripts, entry points, extras and lowest Python version."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = _project()
     return {
         "name": project["name"],
         "scripts": project["scripts"],

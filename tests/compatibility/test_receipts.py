@@ -1,4 +1,4 @@
-"""Receipts of the recorded release can be read and replayed."""
+"""Receipts of all recorded releases can be read and replayed."""
 
 import json
 
@@ -10,7 +10,7 @@ from camserve.cli import main
 from compatibility import comparing, storage
 
 PHOTO = storage.FOLDER / "photo.png"
-RECEIPTS = {path.name.partition(".")[0]: path for path in sorted(storage.FOLDER.glob("*.receipt.json"))}
+RECEIPTS = {path.name.removesuffix(".receipt.json"): path for path in sorted(storage.FOLDER.glob("*.receipt.json"))}
 
 
 @pytest.mark.parametrize("name", RECEIPTS)
@@ -30,6 +30,6 @@ def test_recorded_receipt_is_replayed_to_the_same_map(name, address):
 
 
 def test_command_replays_a_recorded_receipt(address):
-    result = CliRunner().invoke(main, ["replay", str(RECEIPTS["gradcam"]), str(PHOTO), "--server", address])
+    result = CliRunner().invoke(main, ["replay", str(RECEIPTS["gradcam-0.1.0"]), str(PHOTO), "--server", address])
 
     assert result.exit_code == 0, result.output

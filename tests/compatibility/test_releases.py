@@ -1,10 +1,12 @@
-"""The client of 0.1.0 works with the server of this tree, and this tree's client with the server of 0.1.0.
+"""The client of the recorded release works with the server of this tree, and this tree's client with its server.
 
-`records/` has the wheel of 0.1.0, built from commit b8f21e6, so that the tests need neither git nor an index.
+`records/` has the wheel of the release, so that the tests need neither git nor an index. The wheel of 0.1.0 is that of
+commit b8f21e6.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -15,12 +17,14 @@ import camserve
 from compatibility import nets, release, storage, surfaces
 from server_process import server_process
 
-WHEEL = storage.FOLDER / "camserve-0.1.0-py3-none-any.whl"
+(WHEEL,) = storage.FOLDER.glob("*.whl")
+RECORDED = WHEEL.name.split("-")[1]
+CHANGELOG = (surfaces.ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Folder with both packages of 0.1.0."""
+    """Folder with both packages of the recorded release."""
     folder = tmp_path_factory.mktemp("release")
     with zipfile.ZipFile(WHEEL) as wheel:
         wheel.extractall(folder)
@@ -29,13 +33,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def with_release(folder, monkeypatch):
-    """Make new processes import the packages of 0.1.0."""
+    """Make new processes import the packages of the recorded release."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (folder, surfaces.ROOT / "tests"))))
     return folder
 
 
 def outcomes_of_release(address, folder):
-    """Return what the client of 0.1.0 gets from a server, in a process of its own."""
+    """Return what the client of the recorded release gets from a server, in a process of its own."""
     command = [sys.executable, "-W", "error", "-m", "compatibility.release", address]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
@@ -50,13 +54,21 @@ def check(old, new, folder):
     assert release.differences(old["calls"], new["calls"]) == []
 
 
-def test_client_of_first_release_gets_what_the_new_client_gets(address, with_release):
+def test_records_are_of_the_last_release_before_this_version_or_of_this_version():
+    """A version whose predecessor was never recorded would be compared with a release that nobody supports any more."""
+    newest, before, *_ = re.findall(r"^## (\d\S*)", CHANGELOG, re.MULTILINE)
+
+    assert surfaces.version() == newest
+    assert RECORDED in (newest, before), "run tests/compatibility/record.py in the tree of the last tag"
+
+
+def test_client_of_recorded_release_gets_what_the_new_client_gets(address, with_release):
     check(outcomes_of_release(address, with_release), release.outcomes(address), with_release)
 
 
 @pytest.mark.slow
-def test_new_client_gets_what_the_client_of_first_release_gets(with_release):
-    """It is slow because the server of 0.1.0 is a process that imports torch."""
+def test_new_client_gets_what_the_client_of_recorded_release_gets(with_release):
+    """It is slow because the recorded server is a process that imports torch."""
     with server_process(nets.MODELS, "--device", "cpu", "--threads", "1") as server:
         with camserve.Client(server.address) as client:
             served = {method.name for method in client.methods()}

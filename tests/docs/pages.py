@@ -178,7 +178,7 @@ class Reader:
         for line in filter(None, text.splitlines()):
             words = shlex.split(line, comments=True)
             if words[0] in PROGRAMS:
-                self._finish(fork_server.run(PROGRAMS[words[0]], *words[1:], cwd=self.folder), line)
+                self._finish(fork_server.run(PROGRAMS[words[0]], *patient(words)[1:], cwd=self.folder), line)
             else:
                 self._run_bash(line)
 
@@ -205,6 +205,13 @@ class Reader:
         expected = self._servers.replaced(str(example.parsed))
         checker = doctest.OutputChecker()
         assert checker.check_output(expected, self.output, OUTPUT_FLAGS), f"the output is:\n{self.output}"
+
+
+def patient(words):
+    """Give a command of the client more than its 30 s, for a busy machine."""
+    command = GROUPS[words[0]].commands.get(words[1])
+    options = {option for parameter in command.params for option in parameter.opts} if command else set()
+    return [*words, "--timeout", "600"] if "--timeout" in options - set(words) else words
 
 
 def close_all(names):

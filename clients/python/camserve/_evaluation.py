@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 class Metric:
     """A metric and its parameters. Omitted parameters have the server's defaults.
 
+    Attributes:
+        name: Name of the metric.
+        parameters: Values of the parameters by name.
+
     Example:
         >>> metric = camserve.Metric("deletion", {"steps": 4})
         >>> reading = client.evaluate("cat.jpg", metrics=[metric]).readings[0]
@@ -83,12 +87,12 @@ class Curve:
         y: The target's probability at x, or the similarity of the maps.
 
     Example:
-        >>> metric = ("deletion", {"steps": 4})
+        >>> metric = ("insertion", {"steps": 4})
         >>> curve = client.evaluate("cat.jpg", metrics=[metric]).readings[0].curves[0]
         >>> curve.name, curve.x
-        ('deletion', (0.0, 0.25, 0.5, 0.75, 1.0))
-        >>> [round(probability, 1) for probability in curve.y]
-        [0.4, 0.4, 0.6, 0.5, 0.0]
+        ('insertion', (0.0, 0.25, 0.5, 0.75, 1.0))
+        >>> [round(probability, 1) for probability in curve.y]  # from a blurred photo to the photo itself
+        [0.4, 0.6, 0.7, 0.5, 0.4]
     """
 
     name: str
@@ -151,8 +155,8 @@ class Evaluation:
         >>> evaluation = client.evaluate("cat.jpg", methods=methods, metrics=["sparseness", "complexity"])
         >>> print(evaluation.table())
                   sparseness ↑  complexity ↓
-        gradcam   0.264 *       10.709 *
-        layercam  0.255         10.717
+        gradcam   0.263 *       10.710 *
+        layercam  0.252         10.719
         >>> [reading.metric for reading in evaluation.rows[0]], evaluation.labels
         (['sparseness', 'complexity'], ('gradcam', 'layercam'))
         >>> sorted(evaluation.best)  # rows and columns that the table marks
@@ -199,7 +203,7 @@ class Evaluation:
 
         Example:
             >>> client.evaluate("cat.jpg", methods=["gradcam", "layercam"], metrics=["sparseness"]).cells()
-            (('', 'sparseness ↑'), ('gradcam', '0.264'), ('layercam', '0.255'))
+            (('', 'sparseness ↑'), ('gradcam', '0.263'), ('layercam', '0.252'))
         """
         first_row = self.rows[0] if self.rows else ()
         headings = ("", *(f"{reading.metric} {'↑' if reading.higher_is_better else '↓'}" for reading in first_row))
@@ -216,8 +220,8 @@ class Evaluation:
             >>> evaluation = client.evaluate("cat.jpg", methods=["gradcam", "layercam"], metrics=["sparseness"])
             >>> print(evaluation.table())
                       sparseness ↑
-            gradcam   0.264 *
-            layercam  0.255
+            gradcam   0.263 *
+            layercam  0.252
         """
         cells = [list(map(printable, line)) for line in self.cells()]
         for row, column in self.best:

@@ -47,7 +47,7 @@ class Statistics:
     Example:
         >>> statistics = client.inspect("cat.jpg", layers=["bn2"]).layers[0].activation
         >>> round(statistics.mean, 2), statistics.maximum, f"{statistics.zeros:.0%}", statistics.non_finite
-        (0.12, 6.0, '94%', 0)
+        (0.13, 6.0, '94%', 0)
     """
 
     mean: float
@@ -125,7 +125,7 @@ class Inspection:
     Example:
         >>> inspection = client.inspect("cat.jpg", target="tabby", layers=["conv_stem", "bn2"])
         >>> inspection.title, round(inspection.score, 1)
-        ('efficientnet_lite0 · tabby', 8.1)
+        ('efficientnet_lite0 · tabby', 8.2)
         >>> [layer.name for layer in inspection.leaves]  # the batch normalisation contains its activation
         ['conv_stem']
     """
@@ -185,8 +185,12 @@ class Inspection:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plot (.png, .jpg, .webp) or the table (.txt).
 
+        Returns:
+            The path.
+
         Raises:
             InvalidArgument: The suffix is not supported.
+            FailedPrecondition: There is nothing to plot, see ``plot``.
             OSError: The file cannot be written.
 
         Example:
@@ -226,7 +230,7 @@ class Channel:
     Example:
         >>> channel = client.features("cat.jpg", top=1).channels[0]
         >>> channel.index, round(channel.mean_activation, 1)
-        (287, 4.3)
+        (287, 4.4)
     """
 
     index: int
@@ -330,6 +334,9 @@ class Features:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the tiles (.png, .jpg, .webp) or the raw maps (.npy).
+
+        Returns:
+            The path.
 
         Raises:
             InvalidArgument: The suffix is not supported.

@@ -70,7 +70,7 @@ def silence(layer: str, channels: Iterable[SupportsIndex] = (), *, input: bool =
     Example:
         >>> result = client.explain("cat.jpg", interventions=[camserve.silence("bn2", channels=[216, 826])])
         >>> [round(predictions[0].probability, 2) for predictions in (result.unchanged_predictions, result.predictions)]
-        [0.37, 0.43]
+        [0.38, 0.44]
     """
     return Intervention("silence", layer, indices(channels, "channels"), input)
 
@@ -84,10 +84,13 @@ def scale(layer: str, factor: float, channels: Iterable[SupportsIndex] = (), *, 
         channels: The channels, as for ``silence``.
         input: As for ``silence``.
 
+    Raises:
+        InvalidArgument: As for ``silence``.
+
     Example:
         >>> result = client.explain("cat.jpg", interventions=[camserve.scale("bn2", 2.0)])
         >>> [round(predictions[0].probability, 2) for predictions in (result.unchanged_predictions, result.predictions)]
-        [0.37, 0.49]
+        [0.38, 0.5]
     """
     return Intervention("scale", layer, indices(channels, "channels"), input, factor=factor)
 
@@ -109,10 +112,13 @@ def clamp(
         channels: The channels, as for ``silence``.
         input: As for ``silence``.
 
+    Raises:
+        InvalidArgument: As for ``silence``.
+
     Example:
         >>> result = client.explain("cat.jpg", interventions=[camserve.clamp("bn2", maximum=1)])
         >>> [round(predictions[0].score, 1) for predictions in (result.unchanged_predictions, result.predictions)]
-        [8.8, 3.2]
+        [9.0, 3.2]
     """
     return Intervention("clamp", layer, indices(channels, "channels"), input, minimum=minimum, maximum=maximum)
 
@@ -127,6 +133,9 @@ def replace_mean(layer: str, channels: Iterable[SupportsIndex] = (), *, input: b
         layer: Name of the layer.
         channels: The channels, as for ``silence``.
         input: As for ``silence``.
+
+    Raises:
+        InvalidArgument: As for ``silence``.
 
     Example:
         >>> result = client.explain("cat.jpg", interventions=[camserve.replace_mean("bn2")])
@@ -147,11 +156,14 @@ def clip_gradient(layer: str, limit: float, channels: Iterable[SupportsIndex] = 
         limit: The largest absolute value, above 0.
         channels: The channels, as for ``silence``.
 
+    Raises:
+        InvalidArgument: As for ``silence``.
+
     Example:
         >>> clipped = camserve.clip_gradient("bn2", 1e-5)
         >>> result = client.explain("cat.jpg", interventions=[clipped])
         >>> [round(predictions[0].score, 1) for predictions in (result.unchanged_predictions, result.predictions)]
-        [8.8, 8.8]
+        [9.0, 9.0]
         >>> result.explanations[0].scale < client.explain("cat.jpg").explanations[0].scale
         True
     """

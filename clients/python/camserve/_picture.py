@@ -30,6 +30,12 @@ _JPEG_QUALITY = 95
 class Box:
     """A rectangle in pixels; the origin is the upper left corner of the photo.
 
+    Attributes:
+        left: Distance of the left edge from the left edge of the photo.
+        top: Distance of the upper edge from the upper edge of the photo.
+        right: Distance of the right edge from the left edge of the photo.
+        bottom: Distance of the lower edge from the upper edge of the photo.
+
     Example:
         >>> client.explain("cat.jpg").photo.seen  # the crop of the model leaves out the sides of this photo
         Box(left=75.1..., top=0.0, right=375.8..., bottom=300.0)
@@ -110,6 +116,12 @@ class Picture:
 
     def encoded(self, wanted: str) -> bytes:
         """Return the file in the ``wanted`` format; it is encoded again only if it has another format.
+
+        Args:
+            wanted: "jpeg", "png" or "webp".
+
+        Raises:
+            Internal: The picture has another format, and cannot be decoded.
 
         Example:
             >>> picture = client.explain("cat.jpg", overlay="png", max_side=200).explanations[0].overlay_picture

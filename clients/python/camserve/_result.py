@@ -74,7 +74,7 @@ class Prediction:
     Example:
         >>> prediction = client.explain("cat.jpg").predictions[0]
         >>> prediction.label, prediction.class_index, round(prediction.probability, 2), round(prediction.score, 1)
-        ('Egyptian cat', 285, 0.37, 8.8)
+        ('Egyptian cat', 285, 0.38, 9.0)
     """
 
     label: str
@@ -341,7 +341,7 @@ class Explanation:
             >>> tabby, tiger_cat = client.explain("cat.jpg", targets=["tabby", "tiger cat"]).explanations
             >>> comparison = tabby.compare(tiger_cat)
             >>> comparison.same_target, round(comparison.spearman, 2)  # they look at the same places
-            (False, 0.98)
+            (False, 0.97)
         """
         return _comparison.compare(self, candidate, box)
 
@@ -405,7 +405,7 @@ class Result:
     Example:
         >>> result = client.explain("cat.jpg", methods=["gradcam", "layercam"], top_k=2)
         >>> [(prediction.label, round(prediction.probability, 2)) for prediction in result.predictions[:2]]
-        [('Egyptian cat', 0.37), ('tiger cat', 0.33)]
+        [('Egyptian cat', 0.38), ('tiger cat', 0.33)]
         >>> [explanation.heading for explanation in result.explanations]
         ['Egyptian cat · gradcam', 'tiger cat · gradcam', 'Egyptian cat · layercam', 'tiger cat · layercam']
         >>> result.size

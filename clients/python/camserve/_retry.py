@@ -36,6 +36,9 @@ class Retry:
         first: Seconds before the first retry.
         longest: The longest pause in seconds.
 
+    Raises:
+        InvalidArgument: A value is negative.
+
     Example:
         >>> client = camserve.Client("localhost:50051", retries=camserve.Retry(attempts=2, longest=1.0))
         >>> client.close()

@@ -23,6 +23,10 @@ _MAX_CLASS_INDEX = 2**32 - 1  # uint32
 class Contrast:
     """The logit of one class minus the logit of another; each is a label or an index in the model's output.
 
+    Attributes:
+        why: The class to explain.
+        why_not: The class to explain it against.
+
     Example:
         >>> camserve.contrast("tabby", "tiger cat")
         Contrast(why='tabby', why_not='tiger cat')
@@ -36,6 +40,9 @@ class Contrast:
 class Probability:
     """The probability of a class instead of its logit.
 
+    Attributes:
+        why: The class to explain, a label or an index in the model's output.
+
     Example:
         >>> camserve.probability("tabby")
         Probability(why='tabby')
@@ -47,6 +54,11 @@ class Probability:
 @dataclass(frozen=True, slots=True)
 class Finer:
     """The logit of a class minus the weighted logits of similar classes.
+
+    Attributes:
+        why: The class to explain, a label or an index in the model's output.
+        against: The similar classes; empty for the three whose logits are nearest.
+        weight: Weight of the similar classes, 0 to 1.
 
     Example:
         >>> camserve.finer("tabby", "tiger cat", "lynx", weight=0.5)
@@ -62,6 +74,9 @@ class Finer:
 class Similarity:
     """The cosine similarity between the embeddings of the image and of another one.
 
+    Attributes:
+        image: The other image, in any form that ``Client.explain`` takes.
+
     Example:
         >>> camserve.similarity("cat.jpg").image
         'cat.jpg'
@@ -73,6 +88,9 @@ class Similarity:
 @dataclass(frozen=True, slots=True)
 class Text:
     """The score that a model gives the image and a text.
+
+    Attributes:
+        text: The text.
 
     Example:
         >>> camserve.text("a photo of a cat")
@@ -86,6 +104,10 @@ class Text:
 class Segment:
     """The mean logit of a class over a region of the image.
 
+    Attributes:
+        why: The class to explain, a label or an index in the model's output.
+        region: The region in pixels of the photo; None for the pixels for which the model predicts the class.
+
     Example:
         >>> camserve.segment("cat", (10, 20, 110, 220))
         Segment(why='cat', region=(10, 20, 110, 220))
@@ -98,6 +120,10 @@ class Segment:
 @dataclass(frozen=True, slots=True, eq=False)
 class Mask:
     """The mean logit of a class over a part of the image that a mask shows.
+
+    Attributes:
+        why: The class to explain, a label or an index in the model's output.
+        image: The mask, with the height and width of the photo: pixels that are not 0 are in the part.
 
     Example:
         >>> import numpy as np
@@ -114,6 +140,10 @@ class Mask:
 @dataclass(frozen=True, slots=True)
 class Detection:
     """The score of one detected object.
+
+    Attributes:
+        why: The class of the object, a label or an index in the model's output.
+        box: Place of the object in pixels of the photo; None for the object with the highest score.
 
     Example:
         >>> camserve.detection("dog", (10, 20, 110, 220))
@@ -142,7 +172,7 @@ def contrast(why: ClassLike, why_not: ClassLike) -> Contrast:
     Example:
         >>> explanation = client.explain("cat.jpg", targets=camserve.contrast("tiger cat", "tabby")).explanations[0]
         >>> explanation.title, round(explanation.score, 1)  # the logit of the tiger cat is higher by this much
-        ('tiger cat, not tabby', 0.6)
+        ('tiger cat, not tabby', 0.7)
     """
     return Contrast(why, why_not)
 

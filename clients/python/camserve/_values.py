@@ -90,7 +90,13 @@ class Cost:
 
 
 class Health(StrEnum):
-    """Health of a server or of one of its services: SERVING if it accepts requests.
+    """Health of a server or of one of its services.
+
+    Attributes:
+        UNKNOWN: The server does not know it.
+        SERVING: It accepts requests.
+        NOT_SERVING: It accepts none, for example while it starts or stops.
+        SERVICE_UNKNOWN: The server has no such service.
 
     Example:
         >>> client.health() is camserve.Health.SERVING
@@ -104,7 +110,15 @@ class Health(StrEnum):
 
 
 class ModelState(StrEnum):
-    """State of a model: READY if it answers requests.
+    """State of a model.
+
+    Attributes:
+        UNSPECIFIED: The server does not report states; the model answers requests.
+        LOADING: It is being loaded.
+        READY: It answers requests.
+        FAILED: It could not be loaded; the server's log has the reason.
+        UNLOADING: It answers its last requests.
+        UNLOADED: It is not loaded, and ``Client.load_model`` loads it again.
 
     Example:
         >>> {model.state for model in client.models()}

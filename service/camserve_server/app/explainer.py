@@ -171,6 +171,9 @@ class Explainer(camserve.Client):
     def file_of(self, image: Any) -> bytes:
         """Encode an image, or a preprocessed input, as a file.
 
+        Args:
+            image: An image as for `explain`, or a float tensor or array [C, H, W].
+
         Raises:
             InvalidArgument: The value is neither.
 

@@ -14,6 +14,12 @@ from camserve_server.core.arrays import Input, Photo
 class Box:
     """Rectangle in a photo's pixels, measured from the upper left corner; it may reach beyond the photo.
 
+    Attributes:
+        left: the left edge.
+        top: the upper edge.
+        right: the right edge.
+        bottom: the lower edge.
+
     Example:
         >>> box = Box(left=75.0, top=0.0, right=376.0, bottom=300.0)
         >>> box.right - box.left
@@ -33,8 +39,8 @@ class KeepAspect:
     The photo is resized as far as neither side exceeds its limit. Nothing is cropped.
 
     Attributes:
-        shortest: largest length of the shorter side.
-        longest: largest length of the longer side.
+        shortest: largest length of the shorter side, in pixels.
+        longest: largest length of the longer side, in pixels.
         multiple: a number of which both sides of the input are multiples.
         fit: how the sides become multiples: "up" and "down" resize to the next multiple, which changes the proportions
             a little; "pad" adds a border around the photo.
@@ -85,6 +91,9 @@ class KeepAspect:
 
     def padded(self, resized: tuple[int, int]) -> tuple[int, int]:
         """Return the height and width of the input for a resized photo, with its border.
+
+        Args:
+            resized: height and width of the resized photo.
 
         Example:
             >>> resize = KeepAspect(shortest=800, longest=1333, multiple=32, fit="pad")
@@ -141,6 +150,9 @@ class Preprocess:
 
     def for_photo(self, photo: tuple[int, int]) -> "Preprocess":
         """Return the preprocessing of a photo of this height and width: the same, but with the sizes for that photo.
+
+        Args:
+            photo: height and width of the photo.
 
         Example:
             >>> resize = KeepAspect(shortest=64, longest=128)

@@ -102,6 +102,9 @@ class TextTower:
     def embed(self, texts: Sequence[str]) -> Tensor:
         """Return the embeddings of texts, each of length 1, float32 [n,E].
 
+        Args:
+            texts: the texts, n strings.
+
         Raises:
             ServiceError: the encoder refuses a text.
             RuntimeError: the encoder fails, or returns something else.

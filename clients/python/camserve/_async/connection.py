@@ -145,7 +145,8 @@ class Calls:
             InvalidArgument: The image cannot be read, or is not an image.
 
         Example:
-            >>> client._file_of("cat.jpg")[:2].hex()  # every JPEG file begins with these bytes
-            'ffd8'
+            >>> from pathlib import Path
+            >>> client._file_of("cat.jpg") == Path("cat.jpg").read_bytes()
+            True
         """
         return _codec.image_bytes(image)

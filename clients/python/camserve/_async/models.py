@@ -20,6 +20,9 @@ class ModelCalls(Calls):
     async def models(self) -> tuple[Model, ...]:
         """List the server's models; the first one is the default.
 
+        Raises:
+            CamserveError: The subclass gives the reason.
+
         Example:
             >>> models = await client.models()
             >>> [(model.name, model.task) for model in models][:3]
@@ -29,7 +32,13 @@ class ModelCalls(Calls):
         return tuple(map(_codec.model, response.models))
 
     async def model(self, name: str = "") -> Model:
-        """Describe one model, including its labels. Without a name it is the server's first model.
+        """Describe one model, including its labels.
+
+        Args:
+            name: Name of the model. Default: the server's first model.
+
+        Raises:
+            NotFound: The server has no model of that name.
 
         Example:
             >>> model = await client.model("efficientnet_lite0")
@@ -52,6 +61,7 @@ class ModelCalls(Calls):
 
         Raises:
             FailedPrecondition: The server does not allow it, or the model could not be loaded.
+            NotFound: The server's configuration has no model of that name, or the model folder no such file.
 
         Example:
             >>> model = await client.load_model("segmenter")
@@ -71,6 +81,7 @@ class ModelCalls(Calls):
 
         Raises:
             FailedPrecondition: The server does not allow it.
+            NotFound: The server's configuration has no model of that name.
 
         Example:
             >>> model = await client.unload_model("segmenter")
@@ -86,6 +97,12 @@ class ModelCalls(Calls):
     async def layers(self, model: str = "") -> tuple[Layer, ...]:
         """List the layers of a model in the order in which they run.
 
+        Args:
+            model: Name of the model. Default: the server's first model.
+
+        Raises:
+            NotFound: The server has no model of that name.
+
         Example:
             >>> layers = await client.layers("efficientnet_lite0")
             >>> [(layer.name, layer.grid) for layer in layers if layer.explainable][-2:]
@@ -97,6 +114,9 @@ class ModelCalls(Calls):
     async def methods(self) -> tuple[MethodInfo, ...]:
         """List the server's methods and their parameters.
 
+        Raises:
+            CamserveError: The subclass gives the reason.
+
         Example:
             >>> methods = await client.methods()
             >>> [method.name for method in methods if method.kind == "CAM"][:3]
@@ -107,6 +127,9 @@ class ModelCalls(Calls):
 
     async def health(self, service: str = "") -> Health:
         """Check once, without retries, whether the server or one of its services accepts requests.
+
+        Args:
+            service: Name of the service, such as "camserve.v1.ExplainService". Default: the whole server.
 
         Raises:
             NotFound: The server has no such service.

@@ -49,8 +49,8 @@ class EvaluationCalls(Calls):
             >>> evaluation = client.evaluate("cat.jpg", methods=["gradcam", "edges"], metrics=metrics)
             >>> print(evaluation.table())
                      insertion ↑  sparseness ↑
-            gradcam  0.568 *      0.264
-            edges    0.301        0.428 *
+            gradcam  0.563 *      0.263
+            edges    0.295        0.427 *
         """
         question = _codec.ExplainRequestBuilder(**options).request()
         question = transport.run_blocking(lambda: _codec.with_image(question, self.file_of(image)))
@@ -59,6 +59,9 @@ class EvaluationCalls(Calls):
 
     def metrics(self) -> tuple[MetricInfo, ...]:
         """List the server's metrics and their parameters.
+
+        Raises:
+            CamserveError: The subclass gives the reason.
 
         Example:
             >>> metrics = client.metrics()

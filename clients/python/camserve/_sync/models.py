@@ -21,6 +21,9 @@ class ModelCalls(Calls):
     def models(self) -> tuple[Model, ...]:
         """List the server's models; the first one is the default.
 
+        Raises:
+            CamserveError: The subclass gives the reason.
+
         Example:
             >>> models = client.models()
             >>> [(model.name, model.task) for model in models][:3]
@@ -30,7 +33,13 @@ class ModelCalls(Calls):
         return tuple(map(_codec.model, response.models))
 
     def model(self, name: str = "") -> Model:
-        """Describe one model, including its labels. Without a name it is the server's first model.
+        """Describe one model, including its labels.
+
+        Args:
+            name: Name of the model. Default: the server's first model.
+
+        Raises:
+            NotFound: The server has no model of that name.
 
         Example:
             >>> model = client.model("efficientnet_lite0")
@@ -51,6 +60,7 @@ class ModelCalls(Calls):
 
         Raises:
             FailedPrecondition: The server does not allow it, or the model could not be loaded.
+            NotFound: The server's configuration has no model of that name, or the model folder no such file.
 
         Example:
             >>> model = client.load_model("segmenter")
@@ -70,6 +80,7 @@ class ModelCalls(Calls):
 
         Raises:
             FailedPrecondition: The server does not allow it.
+            NotFound: The server's configuration has no model of that name.
 
         Example:
             >>> model = client.unload_model("segmenter")
@@ -83,6 +94,12 @@ class ModelCalls(Calls):
     def layers(self, model: str = "") -> tuple[Layer, ...]:
         """List the layers of a model in the order in which they run.
 
+        Args:
+            model: Name of the model. Default: the server's first model.
+
+        Raises:
+            NotFound: The server has no model of that name.
+
         Example:
             >>> layers = client.layers("efficientnet_lite0")
             >>> [(layer.name, layer.grid) for layer in layers if layer.explainable][-2:]
@@ -94,6 +111,9 @@ class ModelCalls(Calls):
     def methods(self) -> tuple[MethodInfo, ...]:
         """List the server's methods and their parameters.
 
+        Raises:
+            CamserveError: The subclass gives the reason.
+
         Example:
             >>> methods = client.methods()
             >>> [method.name for method in methods if method.kind == "CAM"][:3]
@@ -104,6 +124,9 @@ class ModelCalls(Calls):
 
     def health(self, service: str = "") -> Health:
         """Check once, without retries, whether the server or one of its services accepts requests.
+
+        Args:
+            service: Name of the service, such as "camserve.v1.ExplainService". Default: the whole server.
 
         Raises:
             NotFound: The server has no such service.

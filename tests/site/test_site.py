@@ -1,0 +1,135 @@
+"""The built site in a browser: `make test-site` builds it first."""
+
+import shutil
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+import needs
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "docs/_build/html"
+AXE = ROOT / ".browser/node_modules/axe-core/axe.min.js"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html") if path.parts[-2] != "_static")
+DESKTOP, NARROW = {"width": 1280, "height": 900}, {"width": 320, "height": 640}
+
+pytestmark = [
+    pytest.mark.skipif(not PAGES, reason=needs.SITE),
+    pytest.mark.skipif(CHROMIUM is None, reason=needs.CHROMIUM),
+    pytest.mark.skipif(not AXE.exists(), reason=needs.AXE),
+]
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address():
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=SITE)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright  # noqa: PLC0415 -- only these tests need it
+
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def opened(browser, address):
+    """Function that opens the site in a new window; requests to other hosts and errors fail the test at its end."""
+    troubles, contexts = [], []
+
+    def run(path, viewport=DESKTOP, **options):
+        contexts.append(browser.new_context(viewport=viewport, **options))
+        page = contexts[-1].new_page()
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("request", lambda request: request.url.startswith((address, "data:")) or troubles.append(request.url))
+        page.goto(f"{address}/{path}")
+        return page
+
+    yield run
+    for context in contexts:
+        context.close()
+    assert troubles == []
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("integrated gradients", "methods.html"),
+        ("Explainer", "api/server.html"),
+        ("ALL_NEGATIVE", "reference/errors.html"),
+        ("p99", "metrics.html"),
+        ("CAMSERVE_TOKENS_FILE", "reference/settings.html"),
+        ("token", "access.html"),
+    ],
+)
+def test_search_finds_the_page_of_a_subject(opened, words, wanted):
+    page = opened("search.html")
+    page.get_by_role("textbox", name="Search").first.fill(words)
+    page.keyboard.press("Enter")
+    page.locator("#search-results li a").first.wait_for()
+    page.get_by_text("Search finished").wait_for()
+    found = page.locator("#search-results li > a").evaluate_all("links => links.map((link) => link.pathname)")
+
+    assert f"/{wanted}" in found[:10]
+
+
+@pytest.mark.timeout(600)
+def test_no_page_scrolls_sideways_on_a_narrow_screen(opened, address):
+    page, wide = opened("index.html", NARROW), {}
+    for name in PAGES:
+        page.goto(f"{address}/{name}")
+        width = page.evaluate("document.documentElement.scrollWidth")
+        if width != NARROW["width"]:
+            wide[name] = width
+
+    assert wide == {}
+
+
+def violations(page):
+    found = page.evaluate("async () => (await axe.run()).violations")
+    return {rule["id"]: rule["nodes"][0]["html"][:300] for rule in found}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_are_accessible(opened, address, scheme):
+    page, faults = opened("index.html", color_scheme=scheme), {}
+    for name in PAGES:
+        page.goto(f"{address}/{name}")
+        page.add_script_tag(path=AXE)
+        if found := violations(page):
+            faults[name] = found
+
+    assert faults == {}
+
+
+def test_dark_mode_follows_the_system(opened):
+    colours = [
+        opened("index.html", color_scheme=scheme).evaluate("getComputedStyle(document.body).backgroundColor")
+        for scheme in ("light", "dark")
+    ]
+
+    assert colours[0] != colours[1]
+
+
+def test_code_has_a_button_that_copies_it(opened):
+    page = opened("start/notebook.html")
+
+    assert page.locator("div.highlight button.copybtn").count() == page.locator("div.highlight").count()
