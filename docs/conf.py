@@ -80,6 +80,7 @@ html_theme = "furo"
 html_title = "camserve"
 html_static_path = ["static"]
 html_js_files = ["accessible.js"]
+html_search_scorer = "scores.js"
 html_copy_source = False  # it has no links that work
 copybutton_exclude = ".linenos, .gp, .go"
 
@@ -131,6 +132,8 @@ def with_links_of_the_site(text: str, folder: Path) -> str:
             target = INCLUDED[name]
         elif path.is_relative_to(DOCS) and path.suffix in {".md", ".jpg", ".png", ".svg"}:
             target = "/" + path.relative_to(DOCS).as_posix()
+        elif path.is_relative_to(ROOT / "examples") and path.is_file():
+            return link[0]  # the site has a copy to download
         else:
             return f"{text}]({REPOSITORY}/{'tree' if path.is_dir() else 'blob'}/main/{name}"
         return f"{'[' if text[1:] in {name, link['path']} else text}]({target}"

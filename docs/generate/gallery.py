@@ -30,8 +30,8 @@ HEAD = """\
 The gallery shows what the maps of every method look like, to compare them at a glance. [Methods](methods.md) says what
 each one computes, and [choosing](choosing.md) which to use: a map that looks convincing can still be wrong.
 
-`make gallery` draws the pictures, with the default parameters of each method, the embedded efficientnet_lite0, and the
-class that it predicts: {classes}.
+`make gallery` draws the pictures of three photos, with the default parameters of each method and the embedded
+efficientnet_lite0. They explain the class that it predicts: {classes}.
 A picture is blank if nothing in the map is positive.
 
 """

@@ -399,7 +399,7 @@ def _connection_failure(details: str, address: str) -> str:
     if untrusted:
         return f"{address} has a certificate that is not trusted here: {reason.removesuffix(': OK')}"
     if "Hostname Verification" in details:
-        return f"{address} has a certificate for another name: if that is expected, pass tls_name"
+        return f"{address} has a certificate for another name: if that is expected, name it by tls_name, or --tls-name"
     reason = details.rpartition(": ")[2]
     if reason == "Socket closed":
         reason += " (it closed the connection: it may want TLS, or a certificate of yours)"

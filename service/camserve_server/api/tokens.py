@@ -25,7 +25,7 @@ unload models.
 NAME = r"[\w.@-]{1,64}"
 LINE = re.compile(rf"({NAME})\s+([a-z,]+)\s+([0-9a-f]{{64}})(?:\s+expires=(\d{{4}}-\d\d-\d\d))?", re.ASCII)
 BEARER = re.compile(r"bearer +([!-~]{1,512})", re.ASCII | re.IGNORECASE)
-HINT = "send one metadata entry `authorization: Bearer TOKEN`"
+HINT = "send one metadata entry `authorization: Bearer TOKEN` (Python: token=, command line: CAMSERVE_TOKEN)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def _settings_options(command: F) -> F:
 
 def _default_text(default: object) -> str:
     """Return a setting's default as the help shows it; the options themselves have none, as files come before it."""
-    if default is False or default == "":
+    if default is False or default in ("", ()):
         return ""
     text = (
         ", ".join(default) if isinstance(default, tuple) else f"{default:g}" if isinstance(default, float) else default
