@@ -34,6 +34,9 @@ FUZZING = settings(
     suppress_health_check=list(HealthCheck),
 )
 SMALL = Limits(pixels=100_000, side=2000)
+# On Python 3.14, `gc.freeze` in `conftest.py` also freezes the owner of Hypothesis's random numbers. Hypothesis looks
+# for it with `gc.get_referrers`, which ignores frozen objects.
+pytestmark = pytest.mark.filterwarnings("ignore:It looks like `register_random`:hypothesis.errors.HypothesisWarning")
 
 
 FEW = 150
