@@ -80,7 +80,7 @@ html_theme = "furo"
 html_title = "camserve"
 html_static_path = ["static"]
 html_js_files = ["accessible.js"]
-html_search_scorer = "scores.js"
+html_search_scorer = str(DOCS / "scores.js")
 html_copy_source = False  # it has no links that work
 copybutton_exclude = ".linenos, .gp, .go"
 
