@@ -222,13 +222,6 @@ NAMED = [
     ("service/Dockerfile", r"^ARG VERSION=(.*)$", 1),
     ("clients/node/package.json", r'^  "version": "(.*)"', 1),
     ("clients/node/package-lock.json", r'"camserve-client-example",\n +"version": "(.*)"', 2),
-    ("deploy/kubernetes/deployment.yaml", r"image: camserve:(.*)-cpu", 1),
-    ("deploy/kubernetes/kustomization.yaml", r"newTag: (.*)-cpu", 1),
-    ("deploy/kubernetes-gpu/kustomization.yaml", r"newTag: (.*)-gpu", 1),
-    ("deploy/kserve/inferenceservice.yaml", r"image: camserve:(.*)-cpu", 1),
-    ("deploy/kserve/kustomization.yaml", r"newTag: (.*)-cpu", 1),
-    ("deploy/kserve-gpu/kustomization.yaml", r"newTag: (.*)-gpu", 1),
-    ("docs/kubernetes.md", r"camserve:(\d\S*)-[cg]pu", 4),
 ]
 
 
@@ -237,6 +230,15 @@ def test_file_names_the_version_of_the_package(path, pattern, count):
     text = (ROOT / path).read_text(encoding="utf-8")
 
     assert re.findall(pattern, text, re.MULTILINE) == [VERSION] * count
+
+
+def test_manifests_and_pages_name_the_image_of_the_version():
+    paths = [*(ROOT / "deploy").rglob("*.yaml"), *(ROOT / "docs").rglob("*.md")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    tags = re.findall(r"(?:\bcamserve:|newTag: )(\d\S*)-[cg]pu", text)
+
+    assert len(tags) > 10
+    assert set(tags) == {VERSION}
 
 
 def test_newest_section_of_the_changelog_is_that_of_the_version():
