@@ -13,6 +13,7 @@ from camserve_server.core.errors import Internal
 from camserve_server.imaging.values import View
 from camserve_server.methods import attention, baselines, cams, gradients, perturbation, surrogate
 from camserve_server.methods.kinds import (
+    Array,
     Attention,
     Baseline,
     Cam,
@@ -312,6 +313,7 @@ def add_plugins() -> None:
 
 __all__ = [
     "METHODS",
+    "Array",
     "Attention",
     "Baseline",
     "Cam",
