@@ -156,7 +156,7 @@ test-yolo: $(YOLO_VENV)/.done  ## compare examples/yolo.py with Ultralytics, in 
 
 # axe-core and Chromium are those of the page's tests.
 test-site: docs setup browser  ## build the site, and test it in Chromium: search, accessibility, narrow screens
-	$(BIN)/python -m pytest tests/site
+	$(BIN)/python -m pytest -m slow tests/site
 
 soak: setup  ## load a server to saturation for MINUTES=10, and check its responses and resources
 	cd tests && ../$(BIN)/python -m robustness.soak --minutes $(MINUTES)

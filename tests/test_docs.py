@@ -146,17 +146,21 @@ def test_diff_page_snapshot_is_recorded_and_compared(tmp_path):
     assert run().returncode == 0
 
 
-def test_diff_page_workflow_has_commands_that_parse(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "candidate"),
+    [("diff", "my_package.models:build"), ("tutorials/ci-gate", "fruit:build?weights=fruit.safetensors")],
+)
+def test_workflow_of_diff_has_commands_that_parse(name, candidate, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("photos").mkdir()
-    (text,) = re.findall(r"```yaml\n(name: looks.*?)```", page("diff"), re.DOTALL)
+    (text,) = re.findall(r"```yaml\n(name: looks.*?)```", page(name), re.DOTALL)
     workflow = yaml.safe_load(text)
     (command,) = [step["run"] for step in workflow["jobs"]["diff"]["steps"] if "diff" in step.get("run", "")]
     words = shlex.split(command)
     context = commands.program.commands["diff"].make_context("diff", words[2:])
 
     assert words[:2] == ["camserve-server", "diff"]
-    assert context.params["candidate"] == "my_package.models:build"
+    assert context.params["candidate"] == candidate
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ REASONS = {
     "needs a command of yours",
     "needs a container engine",
     "needs a module of yours",
-    "needs a segmentation model",
     "needs a settings file of yours",
     "needs another package",
     "needs two models",

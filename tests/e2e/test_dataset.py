@@ -618,7 +618,7 @@ def test_python_of_the_page_runs_as_printed(address, photos, tmp_path, monkeypat
 
 
 def test_page_lists_every_column():
-    table = PAGE.partition("| column | |\n")[2].partition("\n\n")[0]
+    table = PAGE.partition("| column | content |\n")[2].partition("\n\n")[0]
     documented = [name.strip("` ") for line in table.splitlines() for name in line.split("|")[1].split(",")]
 
     assert [name for name in documented if name != "---"] == dataset.schema(regions=True).names

@@ -9,7 +9,6 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from PIL import Image
 from pycocotools import mask as coco
 from scipy import ndimage
@@ -18,7 +17,6 @@ from torch import nn
 
 import camserve
 from camserve._picture import onto_photo
-from camserve.cli import main
 from camserve_server import Explainer
 from support import PHOTOS, serving
 
@@ -292,36 +290,6 @@ def blocks(heading):
     """Return the Python code of a section of the client's page."""
     section = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-
-
-@pytest.mark.parametrize("heading", ["Colours", "Regions", "The cost of a request"])
-def test_python_of_the_page_runs_as_printed(client, tmp_path, monkeypatch, capsys, heading):
-    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
-    monkeypatch.chdir(tmp_path)
-    names = {"camserve": camserve, "client": client}
-    for block in blocks(heading):
-        exec(block, names)  # noqa: S102 -- the page's own code
-
-    assert ("% of the evidence in Box" in capsys.readouterr().out) == (heading == "Regions")
-    assert (tmp_path / "why.jpg").exists() == (heading == "Colours")
-
-
-def test_commands_of_the_page_run_as_printed(address, tmp_path, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs/command-line.md").read_text(encoding="utf-8")
-    section = page.partition("on request numbers:")[2].partition("```\n\n")[0]
-    lines = re.findall(r"^camserve (.*?) +#", section, re.MULTILINE)
-    (tmp_path / "photos").mkdir()
-    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
-    shutil.copy(PHOTOS["chelsea"], tmp_path / "photos/cat.jpg")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    for line in lines:
-        done = CliRunner().invoke(main, [*line.split(), "--server", address])
-        assert done.exit_code == 0, done.output
-
-    assert len(lines) == 4
-    (written,) = (tmp_path / "out").glob("*.regions.json")
-    assert written.name.startswith("cat.gradcam.")
 
 
 def test_class_map_of_the_page_lies_on_the_photo(tmp_path, monkeypatch):

@@ -463,8 +463,18 @@ def test_layer_that_the_score_does_not_depend_on_has_that_reason(plant):
 
 
 def test_model_without_any_grid_is_refused_with_a_reason(plant):
-    with pytest.raises(ConfigError, match="no layer with a grid over the image that the score depends on"):
+    with pytest.raises(ConfigError, match=r"no layer with a grid over the image that the score depends on$"):
         plant(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 5)))
+
+
+def test_untrained_vision_transformer_is_refused_because_its_gradients_are_zero(plant):
+    with pytest.raises(ConfigError, match="gradient is zero at every layer with a grid"):
+        plant(lambda: VisionTransformer(16, 4, 1, 2, 8, 16, num_classes=3))
+
+
+def test_model_that_detaches_its_scores_is_refused_with_a_reason(plant):
+    with pytest.raises(ConfigError, match="its scores have no gradient: look for detach"):
+        plant(lambda: Toy(lambda _net, seen: seen.detach()))
 
 
 @pytest.mark.parametrize("arch", ["lraspp_mobilenet_v3_large", "ssdlite320_mobilenet_v3_large"])

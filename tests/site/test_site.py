@@ -18,6 +18,7 @@ PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"
 DESKTOP, NARROW = {"width": 1280, "height": 900}, {"width": 320, "height": 640}
 
 pytestmark = [
+    pytest.mark.slow,  # every page is opened several times
     pytest.mark.skipif(not PAGES, reason=needs.SITE),
     pytest.mark.skipif(CHROMIUM is None, reason=needs.CHROMIUM),
     pytest.mark.skipif(not AXE.exists(), reason=needs.AXE),

@@ -86,7 +86,7 @@ def labels(metrics: Sequence[Metric]) -> Iterator[tuple[str, str]]:
     yield "`rpc`", "Short name of the RPC, such as `Explain`. Those of the Open Inference Protocol count, too."
     yield (
         "`method`",
-        f"Name of the method; {several} for a request of several; empty if it is unknown or the RPC has none.",
+        f"Name of the method; the word {several} for a request of several; empty if it is unknown or the RPC has none.",
     )
     yield "`model`", "Configured name of the model; empty if it is unknown or the RPC has none."
     yield "`code`", "Name of the [gRPC status](errors.md#statuses), such as `OK` or `NOT_FOUND`."

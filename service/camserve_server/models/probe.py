@@ -26,6 +26,11 @@ UNKNOWN_GRID = "its output has no grid over the image that is certain: neither i
 QUERIES = "its output has no grid over the image: it has one token per object, not per place"
 ZERO_GRADIENT = "the score does not depend on its grid: every gradient there is zero"
 
+ALL_ZERO = (
+    ": the gradient is zero at every layer with a grid. Is its last layer zero, as that of torchvision's untrained "
+    "VisionTransformer?"
+)
+
 RGB = 3  # channels
 
 GridOrReason: TypeAlias = Layout | str
@@ -103,7 +108,8 @@ def default_layer(model: nn.Module, layers: Mapping[str, LayerInfo]) -> str:
     """
     explainable = [layer for layer in layers.values() if layer.layout]
     if not explainable:
-        raise ConfigError("it has no layer with a grid over the image that the score depends on")
+        all_zero = any(layer.unread for layer in layers.values())
+        raise ConfigError(f"it has no layer with a grid over the image that the score depends on{ALL_ZERO * all_zero}")
     modules = dict(model.named_modules())
     trunk = (layer for layer in reversed(explainable) if is_trunk(layer, modules))
     return next(trunk, explainable[-1]).name
@@ -175,7 +181,13 @@ def _run(model: nn.Module, image: Tensor) -> Any:
 
 
 def _gradients(scores: Tensor, outputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Return the gradient of a random mixture of all scores [1, n], at each output."""
+    """Return the gradient of a random mixture of all scores [1, n], at each output.
+
+    Raises:
+        ConfigError: the scores are not differentiable.
+    """
+    if not scores.requires_grad:
+        raise ConfigError("its scores have no gradient: look for detach() or torch.no_grad() in its forward()")
     differentiable = {name: out for name, out in outputs.items() if out is not None and out.requires_grad}
     weights = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1)).to(scores)
     gradients = torch.autograd.grad((scores * weights).sum(), list(differentiable.values()), allow_unused=True)
