@@ -84,7 +84,13 @@ html_search_scorer = str(DOCS / "scores.js")
 html_copy_source = False  # it has no links that work
 copybutton_exclude = ".linenos, .gp, .go"
 
-PACKAGES = ("camserve", "camserve_server", "camserve_server.models", "camserve_server.core.errors")
+PACKAGES = (
+    "camserve",
+    "camserve_server",
+    "camserve_server.models",
+    "camserve_server.methods",
+    "camserve_server.core.errors",
+)
 """Where users import names from."""
 
 ABBREVIATED = {"Image": "PIL.Image", "NDArray": "numpy.typing.NDArray", "Path": "pathlib.Path", "np": "numpy"}

@@ -26,6 +26,7 @@ from support import PHOTOS, serving
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PLUGIN = ROOT / "examples" / "plugin"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
 
@@ -41,6 +42,18 @@ def code(document, opening):
         if text.startswith(opening):
             return text
     pytest.fail(f"no code begins with {opening!r}")
+
+
+def test_page_on_own_methods_shows_the_example_plugin():
+    module = (PLUGIN / "camserve_example" / "methods.py").read_text(encoding="utf-8")
+    shown = "\n".join(
+        code(page("own-method"), opening) for opening in ("from coll", "def _s", "def _grad", "def _stripe")
+    )
+    (toml,) = re.findall(r"```toml\n(.*?)```", page("own-method"), re.DOTALL)
+    project = (PLUGIN / "pyproject.toml").read_text(encoding="utf-8")
+
+    assert [line for line in shown.splitlines() if line not in module.splitlines()] == []
+    assert [line for line in toml.splitlines() if line not in project.splitlines()] == []
 
 
 @pytest.mark.parametrize("name", reference.PARTS)

@@ -29,7 +29,8 @@ HEAD = """\
 
 This page lists every explanation method with its formula, paper, cost and parameters, for readers who want to know
 exactly what a map is. To find a method for your question, read [choosing](choosing.md). To see what the maps look like,
-open the [gallery](gallery.md). [Parity](parity.md) lists the differences from other libraries.
+open the [gallery](gallery.md). [Parity](parity.md) lists the differences from other libraries. To add one,
+[write a method of your own](own-method.md).
 
 `make gallery` generates the page from the server's registry of methods.
 

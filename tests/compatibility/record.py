@@ -181,7 +181,8 @@ level = Baseline(_level, "an example", (LEVEL,))
 def plugin():
     """Record the source of the example plugin, and of plugins of other kinds."""
     project = surfaces.tomllib.loads((EXAMPLE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    files = {"camserve_example/__init__.py": (EXAMPLE / "camserve_example" / "__init__.py").read_text(encoding="utf-8")}
+    modules = sorted((EXAMPLE / "camserve_example").glob("*.py"))
+    files = {f"camserve_example/{path.name}": path.read_text(encoding="utf-8") for path in modules}
     entries = {group: dict(each) for group, each in project["entry-points"].items()}
     entries["camserve.methods"] |= {name: f"recorded_kinds:{name}" for name in ("steepest", "unchanged", "level")}
     storage.write("plugin", {"entry points": entries, "files": files | {"recorded_kinds.py": KINDS}})

@@ -28,7 +28,9 @@ def installed(tmp_path_factory):
     command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
     options = ["--no-build-isolation", "--no-index", "--target", root / "there", source]
     subprocess.run([*command, *options], check=True, timeout=100)
-    return root / "there"
+    yield root / "there"
+    for name in ("camserve_example", "camserve_example.methods"):
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture
@@ -62,14 +64,15 @@ def brought(tmp_path, monkeypatch, table):  # noqa: ARG001 -- what is brought is
 
 def test_method_and_source_of_an_installed_example_plugin_work(installed, monkeypatch, table):
     monkeypatch.syspath_prepend(str(installed))
+    names = ["signed_layercam", "gradient_norm", "stripe_occlusion", "gradcam"]
     with serving(models=("zoo:stripes?weights=none",)) as served, camserve.Client(served.address) as client:
         listed = {method.name: method for method in client.methods()}
-        result = client.explain(PHOTOS["chelsea"], methods=["signed_layercam", "gradcam"])
+        result = client.explain(PHOTOS["chelsea"], methods=names)
 
     assert "signed_layercam" in table
     assert listed["signed_layercam"].summary.startswith("Weight each activation by its gradient, including")
     assert {prediction.label for prediction in result.predictions} <= {"plain", "striped"}
-    assert [explanation.method for explanation in result.explanations] == ["signed_layercam", "gradcam"]
+    assert [explanation.method for explanation in result.explanations] == names
     assert all(explanation.overlay and explanation.verdict != "FLAT" for explanation in result.explanations)
 
 

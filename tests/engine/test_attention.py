@@ -20,7 +20,7 @@ from torchcam.methods import LeGrad
 from torchvision import models as zoo
 
 from camserve_server import models
-from camserve_server.core.errors import FailedPrecondition
+from camserve_server.core.errors import FailedPrecondition, Internal
 from camserve_server.engine.attention import AttentionCapture
 from camserve_server.engine.values import Row
 from camserve_server.jobs.verdict import Verdict
@@ -239,6 +239,15 @@ def test_attention_methods_support_targets_and_smoothing(load, method):
     expected = (answer(each, method, image)[0] for each in (model, exact(model)))
     assert error_ratio(plain, *expected) <= 1
     assert gap(smooth, plain) > 1e-3
+
+
+def test_error_for_values_of_all_tokens_names_the_method_and_both_shapes(load, monkeypatch):
+    model = load("class token")
+    method = Attention(lambda attention, _gradients, _prefix: attention[-1].mean(1)[:, 0], "a test")
+    monkeypatch.setitem(METHODS, "wrong", method)
+
+    with pytest.raises(Internal, match=r'"wrong" returned the shape \[1, 17\]; it must return a value .*, \[1, 16\]'):
+        explain(model, noise(4, SIZE), job(model, ["wrong"], [ClassTarget(1)]))
 
 
 @pytest.mark.parametrize("method", [*ROLLING, "legrad"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 import tracemalloc
 from dataclasses import replace
 
@@ -12,12 +13,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from camserve_server import engine, jobs
-from camserve_server.core.errors import OutOfMemory
+from camserve_server.core.errors import Internal, OutOfMemory
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.imaging.values import Box
 from camserve_server.jobs.run_methods import run_method
 from camserve_server.jobs.verdict import Verdict
-from camserve_server.methods import METHODS, Cam, cams, method_of
+from camserve_server.methods import METHODS, Baseline, Cam, Perturbation, Saliency, cams, method_of
 from camserve_server.metrics import METRICS
 from camserve_server.targets.values import ClassTarget, ContrastTarget, RankTarget
 from methods.tools import Toy, call, error_ratio, exact, explain, job, noise, plain, run
@@ -130,6 +131,53 @@ def test_method_of_another_kind_than_its_pass_is_refused():
     assert method_of(Cam, "gradcam") is METHODS["gradcam"]
     with pytest.raises(TypeError, match="saliency is a Saliency, not a Cam"):
         method_of(Cam, "saliency")
+
+
+def one_map_for_all(scene):
+    yield []
+    return scene.image[0]
+
+
+def cam_of(function):
+    """Return a CAM that makes its map of the gradients times the activations [B,C,h,w]."""
+    return Cam(lambda activations, gradients, _scores: function(gradients * activations), "a test")
+
+
+def saliency_of(function):
+    return Saliency(lambda mean, _image: function(mean), "a test")
+
+
+CAM_SHAPES = "maps [2, 8, 8] or each channel's terms [2, 4, 8, 8]"
+MAP_SHAPES = "a map [h, w] for each target, [2, h, w]"
+
+
+@pytest.mark.parametrize(
+    ("method", "found", "expected"),
+    [
+        (cam_of(lambda terms: terms.sum((0, 1))), [8, 8], CAM_SHAPES),
+        (cam_of(lambda terms: terms.sum(1)[:1]), [1, 8, 8], CAM_SHAPES),
+        (cam_of(lambda terms: terms.mean((2, 3))), [2, 4], CAM_SHAPES),
+        (cam_of(lambda terms: terms[:, :, 1:]), [2, 4, 7, 8], CAM_SHAPES),
+        (saliency_of(lambda mean: mean), [2, 3, 8, 8], MAP_SHAPES),
+        (saliency_of(lambda mean: mean[0, 0]), [2, 8], MAP_SHAPES),
+        (Perturbation(one_map_for_all, "a test", lambda **_: 0), [8, 8], MAP_SHAPES),
+        (Baseline(lambda image: image, "a test"), [2, 3, 8, 8], MAP_SHAPES),
+    ],
+)
+def test_error_for_a_map_of_a_wrong_shape_names_the_method_and_both(plant, monkeypatch, method, found, expected):
+    monkeypatch.setitem(METHODS, "wrong", method)
+    toy = plant(Toy, size=8)
+    message = f'the method "wrong" returned the shape {found}; it must return {expected}'
+    with pytest.raises(Internal, match=f"^{re.escape(message)}$"):
+        explain(toy, noise(0, 8), job(toy, ["wrong"], THREE_OF_FIVE[1:], ["layer"]))
+
+
+def test_sum_of_terms_that_keeps_its_channel_axis_is_a_map(plant, monkeypatch):
+    monkeypatch.setitem(METHODS, "kept", cam_of(lambda terms: terms.sum(1, keepdim=True)))
+    toy = plant(Toy, size=8)
+    asked = job(toy, ["kept", "hirescam"], [ClassTarget(1)], ["layer"])
+    kept, hirescam = explain(toy, noise(0, 8), asked).explanations
+    np.testing.assert_array_equal(kept.heatmap, hirescam.heatmap)
 
 
 def test_method_requested_twice_returns_two_maps(resnet):

@@ -1,22 +1,10 @@
-"""Example plugin for camserve: the method `signed_layercam` and the model source `zoo:NAME`."""
+"""Example plugin for camserve: three methods, and the model source `zoo:NAME`."""
 
 from collections.abc import Callable, Mapping
 
-from torch import Tensor, nn
+from torch import nn
 
-from camserve_server.methods import Cam
 from camserve_server.models import ModelSpec, Preprocess, Source
-
-
-def _signed_layercam(activations: Tensor, gradients: Tensor, _scores: Tensor) -> Tensor:
-    """Weight each activation by its gradient, including activations against the target.
-
-    L = Σ_k g_k ⊙ |A_k|. It is not from a paper: it shows how to add a method.
-    """
-    return (gradients * activations.abs()).sum(1)
-
-
-signed_layercam = Cam(_signed_layercam, "an example")
 
 
 def _stripes(classes: int) -> nn.Module:

@@ -29,7 +29,8 @@ from camserve_server.engine.batch import (
 )
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.imaging.values import KeepAspect
-from camserve_server.methods import METHODS, Attention, method_of
+from camserve_server.methods import METHODS, Attention, method_of, wrong_shape
+from camserve_server.methods.values import MethodCall
 from camserve_server.models import LoadedModel
 from camserve_server.models.grid import fitting
 from camserve_server.models.hooks import Capture, Span, pass_through_probe, record_spans, replace_output
@@ -97,6 +98,18 @@ def _map(row: Row, attention: Tensor, gradients: Tensor, layout: Layout) -> Tens
     call = row.calls[0]
     method = method_of(Attention, call.name)
     patches = method.combine(attention, gradients, layout.prefix, **call.parameters)
+    return map_of_patches(call, patches, layout)
+
+
+def map_of_patches(call: MethodCall, patches: Tensor, layout: Layout) -> Tensor:
+    """Return the map [h,w] of a method's values of the patches [1, h · w].
+
+    Raises:
+        Internal: the method returned another shape.
+    """
+    if patches.numel() != layout.height * layout.width:
+        expected = f"a value for each patch, {[1, layout.height * layout.width]}"
+        raise wrong_shape(call.name, patches.shape, expected)
     return patches.reshape(layout.height, layout.width)
 
 

@@ -29,7 +29,7 @@ from camserve_server.engine.batch import (
 )
 from camserve_server.engine.joined import can_join, run_joined_passes
 from camserve_server.engine.values import Row, RowResult
-from camserve_server.methods import Cam, method_of
+from camserve_server.methods import Cam, method_of, wrong_shape
 from camserve_server.methods.cams import principal
 from camserve_server.methods.kinds import as_it_is
 from camserve_server.methods.values import MethodCall
@@ -297,12 +297,22 @@ def _weigh(call: MethodCall, tensors: LayerTensors, scores: Tensor, positions: l
     """Return a method's maps [b,h,w] of some rows.
 
     For a method with a `finish` of its own, return the values of any shape that are averaged over the image's copies.
+
+    Raises:
+        Internal: the method returned another shape.
     """
     method = method_of(Cam, call.name)
     device = device_for(scores.device)
     at = slice(None) if len(positions) == len(scores) else device.tensor(positions)  # a slice copies nothing
     options = {} if tensors.hessian_product is None else {"curvature": tensors.hessian_product[at]}
-    values = method.weigh(tensors.activations[at], tensors.gradients[at], scores[at], **call.parameters, **options)
-    if method.finish is not as_it_is or values.dim() == 3:  # noqa: PLR2004 -- maps [b,h,w]
+    activations = tensors.activations[at]
+    values = method.weigh(activations, tensors.gradients[at], scores[at], **call.parameters, **options)
+    if method.finish is not as_it_is:
         return values
+    rows, channels, *grid = activations.shape
+    if values.shape == (rows, *grid):
+        return values
+    if values.dim() != activations.dim() or (len(values), *values.shape[2:]) != (rows, *grid):
+        expected = f"maps {[rows, *grid]} or each channel's terms {[rows, channels, *grid]}"
+        raise wrong_shape(call.name, values.shape, expected)
     return principal(values) if call.eigen else values.sum(1)  # from the terms of each channel [b,C,h,w]

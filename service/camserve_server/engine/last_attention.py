@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from camserve_server.core.errors import FailedPrecondition
-from camserve_server.engine.attention import PlainAttention, token_grids
+from camserve_server.engine.attention import PlainAttention, map_of_patches, token_grids
 from camserve_server.engine.batch import find_unique_inputs, forward, in_row_order, make_inputs, score_passes
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.methods import METHODS, Attention, method_of
@@ -53,7 +53,7 @@ def _gradient(scores: Tensor, output: Tensor) -> Tensor:
 def _map(row: Row, tensors: Sequence[Tensor], layout: Layout) -> Tensor:
     call = row.calls[0]
     patches = method_of(Attention, call.name).combine(*tensors, layout.prefix, **call.parameters)
-    return patches.reshape(layout.height, layout.width)
+    return map_of_patches(call, patches, layout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,6 +197,11 @@ class View:
         left: first column of the window.
         noise: standard deviation of added noise, in the input's normalised units.
         seed: seed of that noise.
+
+    Example:
+        >>> from camserve_server.methods import View
+        >>> View(scale=2.0, left=224).enlarged(224, 224)  # the upper right quarter, at twice the size
+        (448, 448)
     """
 
     mirrored: bool = False

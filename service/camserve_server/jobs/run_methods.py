@@ -31,6 +31,7 @@ from camserve_server.methods import (
     Saliency,
     Scene,
     Windows,
+    wrong_shape,
 )
 from camserve_server.methods.kinds import Array, Count, itself, single_copy
 from camserve_server.methods.values import Edit, MethodCall
@@ -64,10 +65,24 @@ async def run_jobs(runs: Sequence[ExplanationRun]) -> list[tuple[ExplanationRun,
 async def maps_of_method(run: ExplanationRun, call: MethodCall) -> list[LayerMaps]:
     """Compute the maps of one method, after the unchanged image has run."""
     maps_by_layer = await (_run_augmented(run, call) if call.augmented else run_method(METHODS[call.name], run, call))
+    _check_shapes(call.name, maps_by_layer, len(run.targets))
     fusion = run.job.fusion
     if fusion is None or len(maps_by_layer) == 1 or call.input_channels:
         return maps_by_layer
     return [await run.row_runner.execute(fuse_layers, maps_by_layer, fusion, PYRAMID if run.job.pyramid else "")]
+
+
+def _check_shapes(name: str, maps_by_layer: Sequence[LayerMaps], targets: int) -> None:
+    """Check that a method has returned one map for each target.
+
+    Raises:
+        Internal: it has not, or a map is not [h,w].
+    """
+    for layer_maps in maps_by_layer:
+        for raw_map in layer_maps.maps:
+            if raw_map.heatmap.ndim != 2 or len(layer_maps.maps) != targets:  # noqa: PLR2004 -- a map [h,w]
+                shape = len(layer_maps.maps), *raw_map.heatmap.shape
+                raise wrong_shape(name, shape, f"a map [h, w] for each target, [{targets}, h, w]")
 
 
 async def _run_augmented(run: ExplanationRun, call: MethodCall) -> list[LayerMaps]:

@@ -4,13 +4,16 @@ It may import `models` and the packages below that.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar, get_args
 
 from camserve_server.core import plugins
+from camserve_server.core.errors import Internal
 from camserve_server.imaging.values import View
 from camserve_server.methods import attention, baselines, cams, gradients, perturbation, surrogate
 from camserve_server.methods.kinds import (
+    Array,
     Attention,
     Baseline,
     Cam,
@@ -279,6 +282,17 @@ def method_of(kind: type[T], name: str) -> T:
     return method
 
 
+def wrong_shape(name: str, found: Sequence[int], expected: str) -> Internal:
+    """Return the error for a method that returned an array of a wrong shape. Only methods of plugins do.
+
+    Args:
+        name: the method's name.
+        found: the shape of what it returned.
+        expected: what it must return, and its shape.
+    """
+    return Internal(f'the method "{name}" returned the shape {list(found)}; it must return {expected}')
+
+
 def add_plugins() -> None:
     """Add the methods of installed plugins to `METHODS`.
 
@@ -299,6 +313,7 @@ def add_plugins() -> None:
 
 __all__ = [
     "METHODS",
+    "Array",
     "Attention",
     "Baseline",
     "Cam",
@@ -318,4 +333,5 @@ __all__ = [
     "formula",
     "method_of",
     "summary",
+    "wrong_shape",
 ]

@@ -24,26 +24,22 @@ RowsOf: TypeAlias = Callable[[str], int]
 """Name of a method -> the number of rows that it computes for one target when it runs alone."""
 
 Weigh: TypeAlias = Callable[..., Tensor]
-"""Activations [B,C,h,w], gradients [B,C,h,w], scores [B], parameters by name -> signed maps [B,h,w], or the terms of
-each channel [B,C,h,w], which the caller adds up to the maps."""
+"""See `Cam.weigh`."""
 
 Copy: TypeAlias = Callable[..., Tensor]
-"""Normalised image [3,H,W], index of the copy, parameters by name -> the copy [3,H,W]."""
+"""See `Cam.copy`."""
 
 Count: TypeAlias = Callable[..., int]
 """Parameters by name -> a number of rows or copies."""
 
 Term: TypeAlias = Callable[..., Tensor]
-"""Normalised image [3,H,W], a copy of it, the score's gradient at the copy, index of the copy, parameters by name ->
-the term of the mean, of any shape."""
+"""See `Saliency.term`."""
 
 Finish: TypeAlias = Callable[..., Tensor]
-"""Mean of the terms, normalised image [3,H,W] (for a `Saliency` only), parameters by name (for a `Cam` that makes
-copies also the image's own `features` [C,h,w]) -> map [h,w]."""
+"""See `Saliency.finish` and `Cam.finish`."""
 
 Explore: TypeAlias = Callable[..., Generator[Sequence[Edit], Array, Array]]
-"""A scene, parameters by name -> a generator that yields edits of the image, receives the scores [n,T] of the edited
-images for each target, and returns the maps [T,h,w]."""
+"""See `Perturbation.explore`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +54,13 @@ class Parameter:
         maximum: largest number allowed.
         integer: True if the number must be whole.
         choices: the allowed words; empty for a number.
+
+    Example:
+        >>> from camserve_server.methods import Parameter
+        >>> Parameter("samples", "Number of noisy copies.", 16, minimum=1, maximum=512, integer=True).maximum
+        512
+        >>> Parameter("heads", "Way to fuse the heads.", "mean", choices=("mean", "max")).default
+        'mean'
     """
 
     name: str
@@ -177,16 +180,26 @@ class Cam(MethodKind):
     """Map from a layer's feature maps and their gradients: one forward pass and a backward pass down to the layer.
 
     Attributes:
-        weigh: the method's formula.
+        weigh: the method's formula: activations [B,C,h,w], gradients of the scores there [B,C,h,w], scores [B],
+            parameters by name -> signed maps [B,h,w], or the terms of each channel [B,C,h,w], which are added up.
         paper: its source.
         parameters: the parameters of the formula.
-        copy: function that makes one copy of the image.
-        count: function that returns the number of copies; the results of `weigh` are averaged over them.
-        finish: function that turns that mean into the map.
+        copy: normalised image [3,H,W], index of the copy, parameters by name -> one copy of the image [3,H,W].
+        count: parameters by name -> the number of copies; the results of `weigh` are averaged over them.
+        finish: that mean, parameters by name, the image's own `features` [C,h,w] if there are copies -> map [h,w].
         curvature: True to pass the Hessian of the score times the activations [B,C,h,w] to `weigh` as `curvature`.
         smooths: True if `weigh` returns the terms of each channel, so that eigen smoothing can use their first
             principal component instead of their sum.
         decomposes: True if `weigh` decomposes a matrix, which takes up to half a second for each map.
+
+    Example:
+        >>> import torch
+        >>> from camserve_server.methods import Cam
+        >>> def weigh(activations, gradients, scores):
+        ...     return (activations * gradients).sum(1)
+        >>> hirescam = Cam(weigh, "Draelos and Carin 2020")
+        >>> hirescam.weigh(torch.ones(1, 4, 7, 7), torch.ones(1, 4, 7, 7), torch.ones(1)).shape
+        torch.Size([1, 7, 7])
     """
 
     weigh: Weigh
@@ -235,11 +248,12 @@ class Saliency(MethodKind):
     `split`.
 
     Attributes:
-        finish: function that turns the mean into the map.
+        finish: mean of the terms, by default [3,H,W], normalised image [3,H,W], parameters by name -> map [h,w].
         paper: the method's source.
-        copy: function that makes one copy of the image.
-        count: function that returns the number of copies.
-        term: function that returns the term of one copy.
+        copy: normalised image [3,H,W], index of the copy, parameters by name -> one copy of the image [3,H,W].
+        count: parameters by name -> the number of copies.
+        term: normalised image [3,H,W], a copy of it, the score's gradient at the copy [3,H,W], index of the copy,
+            parameters by name -> the term of the mean, of any shape; by default the gradient.
         squares: True to pass `finish` the mean of the squared terms too; both means are in float64, stacked [2,...].
         parameters: the parameters of these functions.
         rule: backward rule of the ReLUs: the chain rule ("saliency"), or that of guided backpropagation or a deconvnet.
@@ -248,6 +262,15 @@ class Saliency(MethodKind):
         about: function whose docstring documents the method.
         split: function like `finish` that returns the maps [C,H,W] of all channels; for a method whose map of one
             channel depends on the others. None for other methods.
+
+    Example:
+        >>> import torch
+        >>> from camserve_server.methods import Saliency
+        >>> def finish(gradient, image):
+        ...     return (gradient * image).sum(0)
+        >>> input_x_gradient = Saliency(finish, "Shrikumar et al. 2016")
+        >>> input_x_gradient.finish(torch.ones(3, 8, 8), torch.ones(3, 8, 8)).shape
+        torch.Size([8, 8])
     """
 
     finish: Finish
@@ -297,6 +320,13 @@ class Scene:
         image: the normalised image, float32 [3,H,W].
         scores: scores of the unchanged image for each target, float32 [T].
         activations: the layer's feature maps, float32 [C,h,w]; None unless the method is layered.
+
+    Example:
+        >>> import numpy as np
+        >>> from camserve_server.methods import Scene
+        >>> scene = Scene(image=np.zeros((3, 8, 8), np.float32), scores=np.array([2.5], np.float32))
+        >>> len(scene.scores)
+        1
     """
 
     image: Array
@@ -309,15 +339,29 @@ class Perturbation(MethodKind):
     """Map from the scores of edited images: forward passes only.
 
     Attributes:
-        explore: generator that yields the edits and computes the maps from their scores.
+        explore: a `Scene`, parameters by name -> a generator that yields lists of n edits, receives the scores [n,T] of
+            the edited images for the T targets, and returns the maps [T,h,w].
         paper: the method's source.
-        count: function that returns the number of edits. It also receives the layer's `channels` if the method is
+        count: parameters by name -> the number of edits. It also receives the layer's `channels` if the method is
             layered, and the input's `height` and `width` otherwise.
         parameters: the parameters of these functions.
         layered: True if the method uses a layer's feature maps.
         needs: package that must be installed, or kind of model, for messages.
         matches: True if the score of an edited image is the similarity of the target's object with the best match among
             the objects detected there. Only detectors have such a score.
+
+    Example:
+        >>> import numpy as np
+        >>> from camserve_server.methods import Edit, Perturbation, Scene
+        >>> def explore(scene):
+        ...     left = np.ones(scene.image.shape[1:], np.float32)
+        ...     left[:, left.shape[1] // 2 :] = 0
+        ...     scores = yield [Edit(left), Edit(1 - left)]
+        ...     return scores.T[:, None]  # a map [1,2] for each target
+        >>> halves = Perturbation(explore, "an example", lambda height, width: 2)
+        >>> edits = next(halves.explore(Scene(np.zeros((3, 8, 8), np.float32), np.zeros(1, np.float32))))
+        >>> [edit.keep.mean() for edit in edits] == [0.5, 0.5]
+        True
     """
 
     explore: Explore
@@ -354,8 +398,7 @@ class Perturbation(MethodKind):
 
 
 Combine: TypeAlias = Callable[..., Tensor]
-"""Attention of each of D blocks [D,B,heads,N,N], the score's gradients there, the number of prefix tokens, parameters
-by name -> the value of each patch [B, N − prefix]."""
+"""See `Attention.combine`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,13 +406,23 @@ class Attention(MethodKind):
     """Map from the attention in every block of a transformer, and its gradients.
 
     Attributes:
-        combine: the method's formula.
+        combine: the method's formula: attention of each of D blocks [D,B,heads,N,N], the score's gradients there, the
+            number of prefix tokens, parameters by name -> the value of each patch [B, N − prefix].
         paper: its source.
         parameters: the parameters of the formula.
         each: True if the gradient of a block is that of the score that the model's head gives to the block's own
             tokens, instead of the score of the last block's.
         last: True if the formula takes the queries, keys and values of the last attention, and the gradient at its
             output, instead of the attention of every block.
+
+    Example:
+        >>> import torch
+        >>> from camserve_server.methods import Attention
+        >>> def combine(attention, gradients, prefix):
+        ...     return (attention * gradients)[-1].mean(1)[:, 0, prefix:]  # of the class token
+        >>> method = Attention(combine, "an example")
+        >>> method.combine(torch.ones(2, 1, 4, 17, 17), torch.ones(2, 1, 4, 17, 17), 1).shape
+        torch.Size([1, 16])
     """
 
     combine: Combine
@@ -407,6 +460,14 @@ class FullGradient(MethodKind):
             over the layers.
         paper: the method's source.
         parameters: the parameters of `spread`.
+
+    Example:
+        >>> import torch
+        >>> from camserve_server.methods import FullGradient
+        >>> def spread(terms, size):
+        ...     return torch.nn.functional.interpolate(terms.abs().sum(1, keepdim=True), size)[:, 0]
+        >>> FullGradient(spread, "an example").spread(torch.ones(1, 4, 7, 7), size=(14, 14)).shape
+        torch.Size([1, 14, 14])
     """
 
     spread: Callable[..., Tensor]
@@ -440,6 +501,13 @@ class Product(MethodKind):
         layer: name of the method for layers.
         paper: the method's source.
         about: function whose docstring documents the method.
+
+    Example:
+        >>> from camserve_server.methods import Product, summary
+        >>> def about():
+        ...     "Multiply the gradient by the map of LayerCAM."
+        >>> summary(Product("saliency", "layercam", "an example", about))
+        'Multiply the gradient by the map of LayerCAM'
     """
 
     pixels: str
@@ -462,9 +530,16 @@ class Fused(MethodKind):
 
     Attributes:
         of: name of the fused method.
-        how: way to fuse the maps.
+        how: way to fuse the maps: "mean", "max", "product" or "sum".
         paper: the method's source.
         about: function whose docstring documents the method.
+
+    Example:
+        >>> from camserve_server.methods import Fused, summary
+        >>> def about():
+        ...     "Take the largest value of LayerCAM over several layers."
+        >>> summary(Fused("layercam", "max", "an example", about))
+        'Take the largest value of LayerCAM over several layers'
     """
 
     of: str
@@ -492,6 +567,17 @@ class Windows(MethodKind):
             `height`, `width` -> map [H,W].
         paper: the method's source.
         parameters: the parameters of these functions.
+
+    Example:
+        >>> import numpy as np
+        >>> from camserve_server.methods import View, Windows
+        >>> def views(height, width):
+        ...     return [View(), View(mirrored=True)]
+        >>> def merge(maps, probabilities, views, height, width):
+        ...     return (maps[0] + maps[1][:, ::-1]) / 2
+        >>> mirrored = Windows("gradcam", views, merge, "an example")
+        >>> mirrored.merge(np.ones((2, 7, 7)), np.ones(2), mirrored.views(224, 224), 224, 224).shape
+        (7, 7)
     """
 
     of: str
@@ -522,6 +608,13 @@ class Baseline(MethodKind):
         draw: normalised image, float32 [3,H,W], parameters by name -> map [h,w].
         paper: source of the comparison.
         parameters: the parameters of `draw`.
+
+    Example:
+        >>> import numpy as np
+        >>> from camserve_server.methods import Baseline
+        >>> brightness = Baseline(lambda image: image.mean(0), "an example")
+        >>> brightness.draw(np.zeros((3, 8, 8), np.float32)).shape
+        (8, 8)
     """
 
     draw: Callable[..., Map]

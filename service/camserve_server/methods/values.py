@@ -45,6 +45,14 @@ class Edit:
         keep: share of each pixel that is kept, float32 [H,W]; None for all.
         fill: replacement for the rest, float32 [3,H,W]; None for zeros, which are the mean colour.
         silenced: index of the channel of the pass's layer that is set to zero; None for none.
+
+    Example:
+        >>> import numpy as np
+        >>> from camserve_server.methods import Edit
+        >>> keep = np.ones((224, 224), np.float32)
+        >>> keep[:, 112:] = 0  # hide the right half
+        >>> float(Edit(keep).keep.mean())
+        0.5
     """
 
     keep: NDArray[np.float32] | None = None
