@@ -261,8 +261,9 @@ gallery: setup  ## write docs/methods.md and docs/gallery.md: some minutes
 	$(BIN)/python docs/generate/gallery.py
 	$(BIN)/python docs/generate/methods_page.py
 
-pictures: setup  ## write the pictures of the tutorials: a minute
-	$(BIN)/python docs/generate/tutorials.py
+pictures: setup browser  ## write the pictures of the documentation, except those of `make gallery`: some minutes
+	for script in batching sanity pictures page_pictures tutorials; do \
+	  PYTHONPATH=tests:. $(BIN)/python docs/generate/$$script.py || exit 1; done
 
 parity: setup  ## compare every method with its oracles, and write docs/parity.md: some minutes
 	PYTHONPATH=tests $(BIN)/python docs/generate/parity.py

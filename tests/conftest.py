@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import shutil
 import sys
 from types import ModuleType
 
@@ -67,6 +68,18 @@ def _logger_as_before():
     yield
     logger.handlers[:], logger.propagate = before[0], before[2]
     logger.setLevel(before[1])
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, for tests that are skipped without it."""
+    from playwright.sync_api import sync_playwright  # noqa: PLC0415 -- few tests need it
+
+    with sync_playwright() as playwright:
+        program = shutil.which("chromium") or shutil.which("chromium-browser")
+        running = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield running
+        running.close()
 
 
 @pytest.fixture(scope="session")

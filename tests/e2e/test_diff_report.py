@@ -37,16 +37,6 @@ CANVASES = "[...document.querySelectorAll('.case .body')[0].querySelectorAll('ca
 
 
 @pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright  # noqa: PLC0415 -- only these tests need it
-
-    with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
-        running.close()
-
-
-@pytest.fixture(scope="module")
 def small():
     return reports.report_of(10)
 

@@ -37,16 +37,6 @@ def html(address):
         return client.explain(PHOTOS["chelsea"], targets=targets).html()
 
 
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright  # noqa: PLC0415 -- only these tests need it
-
-    with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
-        running.close()
-
-
 @pytest.fixture
 def show(browser):
     """Function that shows HTML in a new page, and fails the test at its end if there was an error or a request."""

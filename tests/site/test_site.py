@@ -40,16 +40,6 @@ def address():
         thread.join()
 
 
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright  # noqa: PLC0415 -- only these tests need it
-
-    with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
-        running.close()
-
-
 @pytest.fixture
 def opened(browser, address):
     """Function that opens the site in a new window; requests to other hosts and errors fail the test at its end."""
