@@ -4,8 +4,6 @@ import importlib.util
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +14,7 @@ import yaml
 
 import camserve
 import camserve_server
+import fork_server
 import needs
 from camserve_server import methods, metrics
 from camserve_server.cli import commands
@@ -135,10 +134,10 @@ def test_diff_page_snapshot_is_recorded_and_compared(tmp_path):
     shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
     for opening in ("# conftest.py", "# test_model.py"):
         (tmp_path / opening.removeprefix("# ")).write_text(code(page("diff"), opening))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    program = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
 
     def run(*flags):
-        return subprocess.run([*command, *flags], cwd=tmp_path, capture_output=True, text=True, check=False)
+        return fork_server.run(program, "-q", "-p", "no:cacheprovider", *flags, cwd=tmp_path)
 
     missing = run()
     assert (missing.returncode, "record it with pytest --camserve-update" in missing.stdout) == (1, True)

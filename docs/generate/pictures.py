@@ -4,6 +4,7 @@
 """
 
 import io
+import os
 import shutil
 import subprocess
 import sys
@@ -20,18 +21,31 @@ from safetensors.torch import save_file
 import camserve
 from camserve_server import Explainer
 
-IMAGES = Path(__file__).parent.parent / "images"
+ROOT = Path(__file__).parent.parent.parent
+IMAGES = ROOT / "docs" / "images"
 CAT = Path(skimage.__file__).parent / "data" / "chelsea.png"
 BOX = (100, 20, 400, 290)  # of the cat: left, top, right, bottom
 GAP = 8  # white pixels between photos
 MODELS = """
+from safetensors.torch import load_file
+
 from benchmarks.diff.toy import SIDE, Toy
 from camserve_server.models import Preprocess, Source
 
 
-def build():
+def build(version):
+    network = Toy()
+    network.load_state_dict(load_file(f"{version}.safetensors"))
     preprocess = Preprocess((SIDE, SIDE), (SIDE, SIDE), "bilinear", (0.5,) * 3, (0.5,) * 3)
-    return Source(Toy(), preprocess, labels=tuple(f"class {index}" for index in range(6)))
+    return Source(network, preprocess, labels=tuple(f"class {index}" for index in range(6)))
+
+
+def v1():
+    return build("v1")
+
+
+def v2():
+    return build("v2")
 """
 
 
@@ -82,15 +96,17 @@ def notebook(explainer: Explainer, browser: Browser) -> None:
 
 
 def report(browser: Browser) -> None:
-    """The first case of a report of `camserve-server diff`: the new model looks at a patch."""
+    """A case of a report of `camserve-server diff`: the new model looks at a patch."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         compare_toys(folder)
         page = browser.new_page(viewport={"width": 980, "height": 900})
         page.goto((folder / "report" / "index.html").as_uri())
         page.evaluate("document.querySelector('.case').scrollIntoView()")
-        page.wait_for_selector(".case .body canvas")
-        save(screenshot(page.locator(".case").first), "diff")
+        case = page.locator(".case", has_text="looks elsewhere").first
+        case.scroll_into_view_if_needed()
+        case.locator(".body canvas").first.wait_for()
+        save(screenshot(case), "diff")
         page.close()
 
 
@@ -103,11 +119,12 @@ def compare_toys(folder: Path) -> None:
         save_file(network.state_dict(), folder / f"{version}.safetensors")
     (folder / "photos").mkdir()
     photos, classes = toy.scenes(30, 7)
-    for index, photo in enumerate(toy.with_patch(photos, np.roll(classes, 1), 7)):
+    for index, photo in enumerate(toy.with_patch(photos, classes, 7)):
         Image.fromarray(photo).save(folder / "photos" / f"scene{index:03}.png")
-    sides = [f"shapes-{version}=shapes:build?weights={version}.safetensors" for version in ("v1", "v2")]
     command = [str(Path(sys.executable).with_name("camserve-server")), "diff", "photos", "-o", "report"]
-    done = subprocess.run([*command, "--baseline", sides[0], "--candidate", sides[1]], cwd=folder, check=False)  # noqa: S603 -- our own program
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [*command, "--baseline", "shapes:v1", "--candidate", "shapes:v2"]
+    done = subprocess.run(words, cwd=folder, env=environment, check=False)  # noqa: S603 -- our own program
     if done.returncode != 1:
         raise SystemExit("the models do not differ")
 

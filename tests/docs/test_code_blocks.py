@@ -9,8 +9,14 @@ import pytest
 from docs.pages import PAGES, ROOT, Reader, Servers
 from support import PHOTOS
 
-SLOW = {"docs/evaluation.md"}
-"""Pages that ask for many rows."""
+SLOW = {
+    "docs/evaluation.md",
+    "docs/tutorials/ci-gate.md",
+    "docs/tutorials/classifier.md",
+    "docs/tutorials/clip.md",
+    "docs/tutorials/detector.md",
+}
+"""Pages that ask for many rows or train a network."""
 
 REASONS = {
     "downloads weights",
