@@ -6,6 +6,8 @@ from robustness import soak
 
 pytestmark = pytest.mark.slow
 SECONDS = 6
+NEED_MORE_TIME = {*soak.SPEED, soak.MEMORY}
+"""Figures that `make soak` checks: the speed, on an idle machine, and the memory's slope."""
 
 
 @pytest.fixture(scope="module")
@@ -15,11 +17,10 @@ def server():
 
 
 def test_server_at_saturation_answers_or_refuses_and_leaks_nothing(server):
-    """The speed is left to `make soak`, on an idle machine."""
-    report = soak.saturation(server, 6, 1, rounds=1)
+    broken, answers = _broken_twice(lambda: soak.saturation(server, SECONDS, 1, rounds=1))
 
-    assert [line for line in report.broken if line.partition(":")[0] not in soak.SPEED] == []
-    assert report.figures["answers"].keys() == {"OK", "RESOURCE_EXHAUSTED"}
+    assert broken == set()
+    assert answers == {"OK", "RESOURCE_EXHAUSTED"}
 
 
 @pytest.mark.parametrize(
@@ -30,21 +31,27 @@ def test_server_at_saturation_answers_or_refuses_and_leaks_nothing(server):
     ],
 )
 def test_soak_leaks_nothing_and_detects_a_planted_leak(model, detected, server):
-    """The leaking model shows that the checks can fail.
-
-    A leak grows in every round of load. A cache that fills late, such as oneDNN's of a batch size that comes late on a
-    busy machine, does not grow in the second round.
-    """
-    broken, answers = _broken(server, model)
-    if broken:
-        broken &= _broken(server, model)[0]
+    """The leaking model shows that the checks can fail."""
+    broken, answers = _broken_twice(lambda: soak.soak(server, model, SECONDS, every=0.2))
 
     assert broken == detected
     assert {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"} <= answers
 
 
-def _broken(server, model):
-    """Return the names of the figures beyond their limit, and the codes of all answers."""
-    report = soak.soak(server, model, SECONDS, every=0.2)
-    names = {line.partition(":")[0] for line in report.broken}
-    return names - {soak.MEMORY}, report.figures["answers"].keys()  # the memory says little after so short a time
+def _broken_twice(load):
+    """Return the names of the figures beyond their limit in two rounds of load, and the codes of all answers.
+
+    A leak grows in every round. A cache that fills late, such as oneDNN's of a batch size that comes late on a busy
+    machine, does not grow in the second round. A first round without faults needs no second one.
+    """
+    report = load()
+    broken, answers = _names(report), set(report.figures["answers"])
+    if broken:
+        report = load()
+        broken &= _names(report)
+        answers |= set(report.figures["answers"])
+    return broken, answers
+
+
+def _names(report):
+    return {line.partition(":")[0] for line in report.broken} - NEED_MORE_TIME
