@@ -39,7 +39,7 @@ STAGES = {
 """What is timed, by where it is found in the package; some are parts of others."""
 
 SERVER = {"loop": ("MainThread",), "image": ("image",), "handing": ("engine", "worker")}
-ENGINE = {"engine": ("MainThread",), "handing": ("reading", "heartbeat")}
+ENGINE = {"engine": ("MainThread", "stream"), "handing": ("reading", "heartbeat")}
 """Threads of the server, and of the engine's process, by what they do, and how their names begin."""
 
 PLACE = "STAGES_OF_ENGINES"  # in the environment: the folder of the sockets at which engines are asked for their books

@@ -279,8 +279,8 @@ def _waits(model: LoadedModel, method: str, kind: Kind, count: int) -> int:
     engine.run(pass_, rows)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
         try:
+            torch.cuda.set_sync_debug_mode("warn")
             engine.run(pass_, rows)
         finally:
             torch.cuda.set_sync_debug_mode("default")
