@@ -40,7 +40,7 @@ def draw(colours: list[str], rng: np.random.Generator) -> NDArray[np.uint8]:
 
 
 class Texts(nn.Module):
-    """The text side: the sum of an embedding for each word. Words that it does not know count nothing."""
+    """The text encoder: the sum of an embedding for each word. Words that it does not know count nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ class Texts(nn.Module):
 
 
 def image_side() -> VisionTransformer:
-    """Return the image side: a vision transformer with 36 patches and two blocks."""
+    """Return the image encoder: a vision transformer with 36 patches and two blocks."""
     images = VisionTransformer(SIDE, 8, 2, 4, WIDTH, 2 * WIDTH, num_classes=32)
     nn.init.normal_(images.heads.head.weight, std=WIDTH**-0.5)  # torchvision's zeros would have no direction
     return images
 
 
 def train(steps: int = 150, seed: int = 1) -> tuple[VisionTransformer, TextTower]:
-    """Return an image and a text side that were trained together, as CLIP is.
+    """Return an image encoder and a text encoder, trained together like CLIP.
 
     Args:
         steps: the number of steps, of 32 scenes each.

@@ -75,9 +75,9 @@ SIZE_OPTIONS = {"regnet_y_128gf": "?size=224"}  # 12 GB at its own 384 pixels
 TEXT = """\
 # Architectures
 
-This page is for everybody who asks which layer of a model camserve explains, and why. It lists the default layer of
-{count} architectures of torchvision, timm and transformers. To see the layers of your own model, run `camserve
-layers`.
+This page is for you if you want to know which layer of a model camserve explains by default, and why. It lists the
+default layer of {count} architectures of torchvision, timm and transformers. To see the layers of your own model, run
+`camserve layers`.
 
 ## How the layer is chosen
 
@@ -88,22 +88,22 @@ The default layer is the last module to finish that meets all of these condition
    class token, only the class token reaches the score after the block's first norm.)
 3. It is not inside an attention: queries, keys and values alone are not features of the image.
 4. If its output is tokens, it is a norm or a module with children, such as a block. A single linear map does not count.
-5. It changes its input. An identity, a dropout or a permutation does not: then the module before it is taken.
+5. It changes its input. An identity, a dropout or a permutation does not, so the module before it is used.
 
 A request can name any other layer with a grid and a gradient. The table has the number of these layers.
 
 ## How the grid is found
 
-Which axes of a layer's output are the rows and columns of the image? camserve has no table of architectures: it finds
-out by running the model on four images. One has no added noise. The others have noise that fades from top to bottom,
-noise that fades from left to right, and noise that does not fade. Compared with the last, fading noise changes the
-output less where it is weaker. So the axis along which the change falls with the first noise is the rows, and with
-the second the columns. This also shows how many class, distillation and register tokens come first, and whether
-tokens are in the image's order.
+camserve must know which axes of a layer's output are the rows and columns of the image. It has no table of
+architectures, but runs the model on four versions of an image: without noise, with noise that fades from top to bottom,
+with noise that fades from left to right, and with noise that does not fade. Where fading noise is weaker, it changes
+the output less than the noise that does not fade. So the change decreases along the rows with the first fading noise,
+and along the columns with the second. This also shows how many class, distillation and register tokens come first, and
+whether tokens are in the image's order.
 
-In some layers the changes show no places, for example after attention with random weights. Such a layer gets the grid
-of other layers with the same shape, or the only grid that its shape allows. Layers with the same number of tokens get
-the grid that most of them show. Any other layer is refused, with the reason:
+In some layers the changes show no positions, for example after attention with random weights. Such a layer gets the
+grid of other layers with the same shape, or the only grid that its shape allows. Layers with the same number of tokens
+get the grid that most of them show. Any other layer is refused, with the reason:
 
 | layer | refused because |
 |---|---|
@@ -116,9 +116,9 @@ the grid that most of them show. Any other layer is refused, with the reason:
 
 ## Differences from timm's preprocessing
 
-If a timm configuration crops a shape that is not square with `center`, camserve resizes the photo to that shape and
-crops nothing. A configuration with `crop_mode="border"` is refused, because it adds borders that are not part of the
-photo.
+If a timm configuration uses the crop mode `center` for a shape that is not square, camserve resizes the photo to that
+shape and does not crop it. A configuration with `crop_mode="border"` is refused, because it adds borders that are not
+part of the photo.
 
 ## Results
 

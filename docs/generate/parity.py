@@ -23,12 +23,13 @@ PAGE = Path(__file__).parent.parent / "parity.md"
 HEAD = f"""\
 # Parity
 
-camserve's maps are as exact as those of other libraries: the table compares the methods with another library, or with
-the paper's formula. `make parity` generates this page from the cases that `make test` checks.
+camserve's maps are as exact as those of other libraries. This page gives the numbers: the table compares the methods
+with another library, or with the paper's formula. `make parity` generates this page from the cases that `make test`
+checks.
 
 Each cell has two errors of float32 maps: `camserve / oracle`. The oracle is the other library, or the paper's formula
-on torch's own autograd. The first number is the error of camserve's raw map, and the second that of the oracle itself
-in plain float32. Both are compared with the truth, which is the oracle in float64. An error is the largest difference
+on torch's own autograd. The first number is the error of camserve's raw map, and the second the error of the oracle
+itself in plain float32. Both are compared with the truth: the oracle in float64. An error is the largest difference
 from the truth, as a share of the truth's largest value.
 
 The limit for camserve is {FACTOR} × the oracle's own error + {FLOOR:.0e}. An absolute limit would not work: float32
@@ -36,7 +37,7 @@ rounds differently on every processor, and some maps amplify rounding errors. Ne
 decides whether a gradient passes, in camserve and in the oracle alike.
 
 One run of the oracle can be accurate by chance. So if camserve exceeds the limit, the oracle runs up to four more
-times, and the largest of its errors counts. One of these runs is without oneDNN's kernels. In the other three, every
+times, and the largest of its errors counts. One of these runs does not use oneDNN's kernels. In the other three, every
 number of the input is rounded up or down by one unit in the last place.
 
 The numbers are from one processor, and from the photo on which camserve comes closest to its limit. If the oracle is

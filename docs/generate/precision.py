@@ -30,8 +30,8 @@ BATCH = 10
 HEAD = """\
 # Precision
 
-On hardware that computes it natively, half precision is faster, and its maps at the default layer are close to those
-of float32: the median cosine is above 0.999. Maps of earlier layers differ more. The tables below show how much.
+Half precision is faster on hardware that computes it natively. This page shows how much it changes your maps. At the
+default layer they are close to those of float32: the median cosine is above 0.999. Maps of earlier layers differ more.
 `make precision` generates this page.
 
 - `?precision=bfloat16` is for machines that compute it natively: processors with AMX or AVX-512 BF16, and GPUs of
@@ -45,22 +45,22 @@ once, when the model is loaded. Everything after that layer, the gradients and t
 is the linear layers over all tokens in a transformer's last block.
 
 torch's autocast chooses the precision of each operation if a request names an earlier layer, or a method that
-differentiates down to the input. A model that cannot be converted always runs under autocast, and the log says so. A
-receipt contains the precision.
+differentiates down to the input. A model that cannot be converted always runs under autocast, and the server logs this.
+Receipts record the precision.
 
 ## Small gradients in float16
 
-camserve does not scale the score before it differentiates. The gradient of a logit needs no scaling: multiplied by
-1024, it gives saliency maps of six photos whose cosine with float32's is the same within 0.0001. The gradient of a
-probability below 0.001 is too small for float16: in the saliency map of a class with probability 0.00004, 98% of the
-pixels are zero. Explain unlikely classes by their logits, which is the default.
+camserve does not scale the score before it differentiates. The gradient of a logit needs no scaling: if the logits of
+six photos are multiplied by 1024, the cosine of their saliency maps with float32's changes by at most 0.0001. The
+gradient of a probability below 0.001 is too small for float16: in the saliency map of a class with probability 0.00004,
+98% of the pixels are zero. Explain unlikely classes by their logits, which is the default.
 
 ## How much the maps differ
 
-The table compares {count} images: {photos} photos, each as a whole and by its four corners, mirrored and not. The
-model is efficientnet_lite0 with its ImageNet weights, and the target is the class that float32 predicts.
+The table compares {count} images: {photos} photos, each as a whole and as four crops of its corners, mirrored and not.
+The model is efficientnet_lite0 with its ImageNet weights, and the target is the class that float32 predicts.
 
-- *Cosine* is that of the two raw maps: its minimum and its median over the images.
+- *Cosine* is the cosine similarity of the two raw maps: its minimum and its median over the images.
 - *Off* is the largest difference in any cell, as a share of float32's largest absolute value: its maximum and its
   median.
 - *Peak* counts the images whose largest cell differs.
@@ -153,8 +153,8 @@ def rows(
 def change(precision: str, float32: Sequence[Measurement], reduced: Sequence[Measurement]) -> str:
     """Return a line on the number of images whose predicted class differs."""
     margins = [full.margin for full, half in zip(float32, reduced, strict=True) if full.best != half.best]
-    largest = f"; there float32's first class leads the second by at most {max(margins):.3f}" if margins else ""
-    return f"- {precision}: another predicted class in {len(margins)} of {len(float32)} images{largest}."
+    largest = f", where float32's first class leads the second by at most {max(margins):.3f}" if margins else ""
+    return f"- {precision} predicts another class in {len(margins)} of {len(float32)} images{largest}."
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ class AccessOptions(TypedDict, total=False):
     """Options for TLS and tokens. All are optional.
 
     Attributes:
-        tls: True to encrypt and trust the public authorities, or the path of a PEM file with the
-            authorities to trust, such as your own. Default: False.
+        tls: True to encrypt and trust the public certificate authorities, or the path of a PEM file
+            with the authorities to trust, such as your own. Default: False.
         tls_name: The name in the server's certificate, if it differs from the address.
         client_cert: Path of the client's certificate in PEM, for a server that requires one.
         client_key: Path of the key of the client's certificate in PEM.

@@ -96,9 +96,9 @@ class ExplainOptions(TypedDict, total=False):
         scale: Raw value that gets the strongest colour: "map" for each map's own, "request" for the
             largest of all maps of this request, or a number above 0, such as ``Explanation.scale``
             of an earlier result, to compare the pictures. Default: "map".
-        threshold: Quantile of the shown values, 0 to 1, below which nothing is painted: 0.8 paints
-            the strongest fifth. Default: None, which paints every value.
-        threshold_value: Raw value, 0 or more, below which nothing is painted, in place of
+        threshold: Quantile of the shown values, 0 to 1, below which nothing is drawn: 0.8 draws
+            the strongest fifth. Default: None, which draws every value.
+        threshold_value: Raw value, 0 or more, below which nothing is drawn, instead of
             ``threshold``. Default: None.
         contour_lines: Number of contour lines at equally spaced intensities, 0 to 16. Default: 0.
         color_bar: True to add a bar with the colours and their raw values to the right of the
@@ -268,7 +268,7 @@ def texts_of(texts: object) -> list[str]:
     """Return the texts of a request as a list.
 
     Raises:
-        InvalidArgument: They are one string, whose letters would be the texts, or no strings.
+        InvalidArgument: They are one string, whose letters would be the texts, or they are not strings.
     """
     if isinstance(texts, str):
         raise invalid("texts", f"they must be a list of strings, such as [{texts!r}]")

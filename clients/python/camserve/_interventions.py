@@ -15,7 +15,7 @@ from camserve.v1 import explain_pb2
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Intervention:
-    """A change to what a layer returns, as ``silence`` and the functions beside it make it.
+    """A change to what a layer returns, made by a function such as ``silence``.
 
     Attributes:
         change: Name of the change: "silence", "scale", "clamp", "replace_mean" or "clip_gradient".
@@ -53,7 +53,7 @@ class Intervention:
 
 
 def silence(layer: str, channels: Iterable[SupportsIndex] = (), *, input: bool = False) -> Intervention:  # noqa: A002 -- the field's name
-    """Set channels of a layer to zero: what would the model say without them?
+    """Set channels of a layer to zero: what would the model predict without them?
 
     A layer's channels are the second axis of a convolution's output [B, C, h, w], and the last one of a
     transformer's [B, N, C] or [B, h, w, C].
@@ -64,7 +64,7 @@ def silence(layer: str, channels: Iterable[SupportsIndex] = (), *, input: bool =
         input: True to change the first tensor that the layer receives, instead of the one that it returns.
 
     Raises:
-        InvalidArgument: The channels are no list of indices. ``explain`` raises it for a channel that the
+        InvalidArgument: The channels are not a list of indices. ``explain`` raises it for a channel that the
             layer does not have, and ``NotFound`` for an unknown layer.
 
     Example:
@@ -124,7 +124,7 @@ def clamp(
 
 
 def replace_mean(layer: str, channels: Iterable[SupportsIndex] = (), *, input: bool = False) -> Intervention:  # noqa: A002 -- as above
-    """Replace channels by their means over the grid of the image: what they show stays, and where is lost.
+    """Replace channels by their means over the grid of the image, which removes all information about positions.
 
     The tokens before and after a transformer's grid, such as the class token, stay as they are. A layer
     without a grid is refused.

@@ -25,14 +25,14 @@ class Retry:
     """Number of retries, and the pauses between them.
 
     Only UNAVAILABLE and RESOURCE_EXHAUSTED are retried. If the server asks for a pause, the client
-    waits exactly that long. Otherwise the pauses double. Each is shortened at random by up to a half,
+    waits exactly that long. Otherwise the pauses double. A random jitter shortens each by up to half,
     so that clients that were refused at the same time do not all retry at the same time.
 
-    A server that is starting is tried again until the call's timeout, and these retries do not count.
-    Only ``attempts=0`` prevents that.
+    While the server starts, the client retries until the call's timeout, and these retries do not
+    count. Only ``attempts=0`` prevents that.
 
     Attributes:
-        attempts: The largest number of retries after the first try.
+        attempts: The maximum number of retries after the first try.
         first: Seconds before the first retry.
         longest: The longest pause in seconds.
 

@@ -21,8 +21,8 @@ class Method:
             and its mirror image, each at 0.9, 1 and 1.1 times its contrast.
         eigen_smoothing: True to use the first principal component of the weighted feature maps
             instead of their sum. ``MethodInfo.eigen_smoothing`` is true for methods that allow it.
-        per_channel: True to get a map of each channel of the model's input, as explanations of their
-            own, or the indices of some channels. ``MethodInfo.per_channel`` is true for methods that
+        per_channel: True to get a map of each channel of the model's input, as separate
+            explanations, or the indices of some channels. ``MethodInfo.per_channel`` is true for methods that
             allow it: those of the gradient at the input.
 
     Example:
@@ -95,7 +95,7 @@ class Health(StrEnum):
     Attributes:
         UNKNOWN: The server does not know it.
         SERVING: It accepts requests.
-        NOT_SERVING: It accepts none, for example while it starts or stops.
+        NOT_SERVING: It accepts no requests, for example while it starts or stops.
         SERVICE_UNKNOWN: The server has no such service.
 
     Example:

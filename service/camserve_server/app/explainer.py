@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class NetworkOptions(TypedDict, total=False):
-    """Description of a network; every option may be left out.
+    """Options that describe a network. All are optional.
 
     Attributes:
         size: Height and width of the input in pixels, or one number for both. Default: the size that `transform`
@@ -45,12 +45,12 @@ class NetworkOptions(TypedDict, total=False):
         transform: Function that turns a photo into the input [3, H, W], instead of a resize, a crop and a
             normalisation. It gets a PIL image, or a uint8 array [height, width, 3] if it fails with an image. `crop`
             then describes the part of the photo that the input shows, so that heatmaps are drawn in the right place.
-        output: Key, attribute or index of the output to explain, of a network with several; or a function that turns
+        output: Key, attribute or index of the output to explain, if the network has several; or a function that turns
             the network's output into logits [B, classes].
         task: Task of the network, such as "multilabel", or "binary" for one logit for two classes. Default:
             detected by running it.
         accelerate: True to run a faster copy of the network where one exists. Default: True.
-        text: Text side of a network whose output is an embedding of the image, such as that of CLIP. Labels are then
+        text: Text encoder of a network whose output is an embedding of the image, such as that of CLIP. Labels are then
             texts.
 
     Example:
@@ -76,11 +76,11 @@ class NetworkOptions(TypedDict, total=False):
 
 
 class Explainer(camserve.Client):
-    """Explains a network of this process, or any model by its spec, with the client's methods and without a server.
+    """Explains a network in this process, or any model by its spec, with the client's methods and without a server.
 
-    It opens no port and starts no process. The network is left unchanged: its modes, hooks, device, parameters and
-    buffers. Its parameters share their memory with the explainer, so do not train the network during a call. After a
-    training step, call `refresh`.
+    It opens no port and starts no process. It does not change the network: its modes, hooks, device, parameters and
+    buffers stay as they are. Its parameters share their memory with the explainer, so do not train the network during a
+    call. After a training step, call `refresh`.
 
     All methods that take a photo also take a preprocessed input of the network: a float tensor or array [C, H, W]. An
     array of floats [H, W] or [H, W, C] is a photo, as is every array for a spec.

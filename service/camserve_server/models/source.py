@@ -33,10 +33,10 @@ class Source:
         preprocess: the preprocessing of its input.
         labels: one label per class; empty if unknown.
         task: the task; None if unknown.
-        output: the key, attribute or index of the output to explain, of a module with several; or a function from the
+        output: the key, attribute or index of the output to explain, if the module has several; or a function from the
             module's output to logits [B, classes]. Needed only if the output is neither that tensor nor an object whose
             attribute `logits` or first tensor it is.
-        text: the text side of a model whose output is an embedding; None if it takes no texts. Labels are then texts.
+        text: the text encoder of a model whose output is an embedding; None if it takes no texts. Its labels are texts.
         queries: the number of learned tokens that ask for one object each, as in DETR; 0 without such tokens.
 
     Example:

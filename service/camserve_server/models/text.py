@@ -52,7 +52,7 @@ def fault_of(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextTower:
-    """The text side of a model whose output is the embedding of an image.
+    """The text encoder of a model whose output is the embedding of an image.
 
     The score of an image and a text is `scale` times the cosine of their embeddings, plus `bias`.
 
@@ -88,7 +88,7 @@ class TextTower:
             length: the number of values of an embedding.
 
         Raises:
-            ConfigError: scale or bias is no finite number.
+            ConfigError: scale or bias is not a finite number.
 
         Example:
             >>> TextTower(nn.Identity(), scale=100.0).head(length=512)
@@ -151,4 +151,4 @@ class TextTower:
             found = embedding.shape[1]
             raise ConfigError(f"the embedding of an image has {length} numbers, and that of a text has {found}")
         if not embedding.isfinite().all():
-            raise ConfigError("the embedding of a text is not finite: are the weights of its text side damaged?")
+            raise ConfigError("the embedding of a text is not finite: are the weights of its text encoder damaged?")

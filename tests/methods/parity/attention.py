@@ -46,6 +46,6 @@ CASES = [
         "vit_b_16",
         f"{library('torchcam')} LeGrad",
         torch_cam,
-        note="their mean over blocks, times their number",
+        note="The mean of the other library over the blocks, multiplied by their number.",
     ),
 ]

@@ -222,7 +222,7 @@ def same(method, models, oracle, theirs, **options):
     return [Case(method, model, oracle, theirs, **options) for model in models]
 
 
-UNSIGNED = {"signed": False, "note": "Up to the sign, which theirs leaves to chance."}
+UNSIGNED = {"signed": False, "note": "Equal up to the sign, which the other library leaves to chance."}
 
 CASES = [
     *same("gradcam", EVERYWHERE, f"{GRAD_CAM} GradCAM", grad_cam("GradCAM")),
@@ -252,7 +252,7 @@ CASES = [
         f"{GRAD_CAM} GradCAMPlusPlus",
         grad_cam("GradCAMPlusPlus"),
         least=0.9,
-        note="Theirs adds 1e-6 to the denominator, which is more than most g²; ours nothing.",
+        note="The other library adds 1e-6 to the denominator, which is more than most g². camserve adds nothing.",
     ),
     *same(
         "gradcam_plus_plus",
@@ -261,7 +261,7 @@ CASES = [
         torch_cam("GradCAMpp"),
         ours=cut("gradcam_plus_plus"),
         least=0.9,
-        note="Theirs adds up g³A over the grid, where equation 19 multiplies each g³ by the sum of A.",
+        note="The other library adds up g³A over the grid, but equation 19 multiplies each g³ by the sum of A.",
     ),
     *same("smoothgradcam_plus_plus", BIASED, f"{PAPER}, same noise", smooth_plus_plus, parameters=NOISY),
     *[
@@ -294,7 +294,7 @@ CASES = [
         grad_cam_augmented,
         0.99,
         scaled(modified("gradcam", augmented=True)),
-        note="Theirs scales the map of each copy to 0 to 1 before the mean; ours takes the mean of the maps.",
+        note="The other library scales the map of each copy to 0 to 1 before the mean. camserve does not.",
     ),
     Case(
         "gradcam",
@@ -324,7 +324,7 @@ CASES = [
         f"{GRAD_CAM} FullGrad",
         grad_cam_fullgrad,
         least=0.9,
-        note="Theirs scales each channel to 0 to 1 by itself, so that the weakest counts as much as the strongest.",
+        note="The other library scales each channel separately, so the weakest counts as much as the strongest.",
     ),
     *same(
         "sess",

@@ -154,6 +154,6 @@ CASES = [
         scorecam,
         least=0.999,
         ours=lambda subject: subject.finding(call("scorecam")).heatmap.clip(min=0),
-        note="torchcam scales a feature map to 0..1 before it brings it to the pixels; the paper's authors after",
+        note="torchcam scales each feature map to 0 to 1 before it resizes it. The paper's authors do so afterwards.",
     ),
 ]

@@ -27,18 +27,19 @@ class AsyncClient(ExplanationCalls, InspectionCalls, EvaluationCalls, ModelCalls
     The examples use ``await`` outside of a coroutine, as notebooks and ``python -m asyncio`` allow.
 
     Args:
-        address: HOST:PORT. Several servers are called in turn: ``dns:///NAME:PORT`` stands for all
-            addresses of a name, ``ipv4:HOST:PORT,HOST:PORT`` for those listed.
+        address: HOST:PORT. To call several servers in turn, use ``dns:///NAME:PORT`` for all addresses
+            of a name, or ``ipv4:HOST:PORT,HOST:PORT`` for a list.
         timeout: Seconds that a call may take, including retries and pauses; ``math.inf`` for no
             limit.
         retries: The largest number of retries of a call if the server is unavailable or its queue is
-            full; a ``Retry`` also sets the pauses. A server that is starting is tried until the timeout.
+            full; a ``Retry`` also sets the pauses. While the server starts, calls are retried until the
+            timeout.
         credentials: gRPC's channel credentials, in place of ``tls``. Default: no encryption.
         metadata: Metadata that is sent with every call.
         channel: A channel to use instead of one to the address: for interceptors, for tests, or for
             a server in the same process. The client closes it. The address then only appears in
-            errors, and a token is sent whether or not the channel is encrypted. docs/channels.md
-            lists the methods that a channel needs.
+            errors, and a token is sent whether or not the channel is encrypted. The page "The channel
+            of a Python client" lists the methods that a channel needs.
         connections: The number of connections to the server. Calls and images go to the one with the
             fewest in flight. Default: one, or one to each process if the server has several.
         **access: TLS and the token: see ``AccessOptions``.

@@ -46,9 +46,9 @@ class ExplanationCalls(StreamCalls):
                 [H, W] for one.
             on_progress: Callback for the progress of a long method. Its arguments are the number of
                 rows (copies of the image through the model) computed so far, and the total.
-            timeout: Seconds, instead of the client's. With ``on_progress``, the longest time in
+            timeout: Timeout in seconds, instead of the client's. With ``on_progress``, the longest time in
                 seconds without a message from the server.
-            **options: The parts to explain and to return: see ``ExplainOptions``.
+            **options: Options of the explanation: see ``ExplainOptions``.
 
         Raises:
             CamserveError: The subclass gives the reason. Options that are certainly invalid are
@@ -115,7 +115,7 @@ class ExplanationCalls(StreamCalls):
             box: Position of the object in pixels of the photo, to compare the evidence in it: a
                 ``Box``, or left, top, right, bottom.
             timeout: Seconds for each of the two explanations, instead of the client's.
-            **options: The parts to explain and to return: see ``ExplainOptions``. The layers must be
+            **options: Options of the explanation: see ``ExplainOptions``. The layers must be
                 layers of both models.
 
         Raises:
@@ -140,7 +140,7 @@ class ExplanationCalls(StreamCalls):
         """Return the cost of a request without running it. It needs no image.
 
         Args:
-            timeout: Seconds, instead of the client's.
+            timeout: Timeout in seconds, instead of the client's.
             **options: The options of ``explain``.
 
         Raises:
@@ -202,7 +202,7 @@ class ExplanationCalls(StreamCalls):
                 loss of the server is always raised.
             timeout: Seconds that the server may take for one image, instead of the client's. The server
                 may work on all images in flight at once, so it may be silent for that time for each.
-            **options: The parts to explain and to return: see ``ExplainOptions``.
+            **options: Options of the explanation: see ``ExplainOptions``.
 
         Raises:
             CamserveError: The subclass gives the reason.

@@ -29,7 +29,7 @@ class InspectionCalls(Calls):
 
         Args:
             image: An image as for ``explain``.
-            timeout: Seconds, instead of the client's.
+            timeout: Timeout in seconds, instead of the client's.
             **options: The model, target and layers: see ``InspectOptions``.
 
         Raises:
@@ -56,11 +56,11 @@ class InspectionCalls(Calls):
     ) -> Features:
         """Return channels of a layer: the most active ones, or those that matter most for the score.
 
-        Or its principal components, the concepts in it, or the heads of an attention: see the option ``rank``.
+        With the option ``rank``, return its principal components, its concepts or the heads of an attention instead.
 
         Args:
             image: An image as for ``explain``.
-            timeout: Seconds, instead of the client's.
+            timeout: Timeout in seconds, instead of the client's.
             **options: The layer, and the number and order of its channels: see ``FeaturesOptions``.
 
         Raises:
@@ -88,8 +88,8 @@ class InspectionCalls(Calls):
     ) -> tuple[Features, ...]:
         """Return the principal components that several photos share, so that equal colours mean equal features.
 
-        The components are those of the features of all photos. This takes one request to compute them, and another one
-        for each photo after the first.
+        The components are those of the features of all photos. The client sends one request to compute them, and one
+        more for each photo after the first.
 
         Args:
             images: 1 to 16 images, each as for ``explain``.

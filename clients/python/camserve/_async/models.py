@@ -57,7 +57,7 @@ class ModelCalls(Calls):
             name: Name of a model in the server's configuration.
             weights: A file in the server's model folder. Default: the configured weights.
             sha256: The expected SHA-256 of the weights file, in hexadecimal.
-            timeout: Seconds, instead of the client's. The server completes the load even after a timeout.
+            timeout: Timeout in seconds, instead of the client's. The server completes the load even after a timeout.
 
         Raises:
             FailedPrecondition: The server does not allow it, or the model could not be loaded.
@@ -77,7 +77,7 @@ class ModelCalls(Calls):
 
         Args:
             name: Name of the model.
-            timeout: Seconds, instead of the client's. The server completes the unload even after a timeout.
+            timeout: Timeout in seconds, instead of the client's. The server completes the unload even after a timeout.
 
         Raises:
             FailedPrecondition: The server does not allow it.

@@ -38,8 +38,8 @@ class EvaluationCalls(Calls):
                 parameters. Default: deletion and insertion.
             box: Position of the object in pixels of the photo, for metrics that test whether the map
                 finds it: a ``Box``, or left, top, right, bottom.
-            timeout: Seconds, instead of the client's.
-            **options: The parts to explain and to return: see ``ExplainOptions``.
+            timeout: Timeout in seconds, instead of the client's.
+            **options: Options of the explanation: see ``ExplainOptions``.
 
         Raises:
             CamserveError: The subclass gives the reason.
