@@ -22,7 +22,7 @@ TIMES ?= 3
 TORCH ?= gpu
 DOCKER_FLAGS ?=
 
-.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo test-site soak fuzz dist release-files release-dry-run lock check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types contracts proto-check sync-check clean gallery pictures parity precision reference docs
+.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo test-site soak fuzz dist release-files release-dry-run lock check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types mypy pyright contracts proto-check sync-check clean gallery pictures parity precision reference docs
 
 setup: $(VENV)/.done  ## create the .venv with all dependencies
 
@@ -222,8 +222,12 @@ lint: setup
 	$(BIN)/hadolint service/Dockerfile
 	$(BIN)/python tools/check_links.py
 
-types: setup
+types: mypy pyright
+
+mypy: setup
 	$(BIN)/mypy
+
+pyright: setup
 	$(BIN)/pyright
 
 contracts: setup
