@@ -10,7 +10,7 @@ from rich.text import Text
 
 from camserve import _inspection
 from camserve._result import Verdict
-from camserve._values import ModelState, Prediction
+from camserve._values import ModelState
 from camserve.terminal import printable_json
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from camserve._evaluation import Evaluation, MetricInfo
     from camserve._inspection import Channel, LayerReading
     from camserve._replay import Check, Replay
-    from camserve._result import Explanation, Prediction, Result
-    from camserve._values import Cost, Layer, MethodInfo, Model, ParameterInfo
+    from camserve._result import Explanation, Result
+    from camserve._values import Cost, Layer, MethodInfo, Model, ParameterInfo, Prediction
 
 MODEL_HEADINGS = (
     "model",

@@ -36,8 +36,8 @@ class Client(ExplanationCalls, InspectionCalls, EvaluationCalls, ModelCalls):
         metadata: Metadata that is sent with every call.
         channel: A channel to use instead of one to the address: for interceptors, for tests, or for
             a server in the same process. The client closes it. The address then only appears in
-            errors, and a token is sent whether or not the channel is encrypted. docs/channels.md
-            lists the methods that a channel needs.
+            errors, and a token is sent whether or not the channel is encrypted. The page on
+            channels of the documentation lists the methods that a channel needs.
         connections: The number of connections to the server. Calls and images go to the one with the
             fewest in flight. Default: one, or one to each process if the server has several.
         **access: TLS and the token: see ``AccessOptions``.
