@@ -5,6 +5,7 @@ import asyncio
 import inspect
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -63,9 +64,7 @@ def _prepared_example(request):
 
 
 def _enter_folder_with_photo(monkeypatch, folder):
-    from support import PHOTOS  # noqa: PLC0415 -- imports torch, and most runs of tests need no example
-
-    shutil.copy(PHOTOS["chelsea"], folder / "cat.jpg")
+    shutil.copy(Path(__file__).parent / "docs" / "images" / "cat.jpg", folder)
     monkeypatch.chdir(folder)
 
 

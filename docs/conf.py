@@ -125,7 +125,7 @@ intersphinx_mapping = {
 def with_links_of_the_site(text: str, folder: Path) -> str:
     """Rewrite the links of a Markdown text in this folder, which are those of the repository, to those of the site.
 
-    If the text of a link is the path of a page, it becomes the title of the page.
+    If the text of a link is the path or the file name of a page, it becomes the title of the page.
     """
 
     def rewritten(link: re.Match[str]) -> str:
@@ -142,7 +142,7 @@ def with_links_of_the_site(text: str, folder: Path) -> str:
             return link[0]  # the site has a copy to download
         else:
             return f"{text}]({REPOSITORY}/{'tree' if path.is_dir() else 'blob'}/main/{name}"
-        return f"{'[' if text[1:] in {name, link['path']} else text}]({target}"
+        return f"{'[' if text[1:] in {name, link['path'], path.name} else text}]({target}"
 
     return LINK.sub(rewritten, text)
 

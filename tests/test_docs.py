@@ -253,6 +253,41 @@ def test_parity_table_has_every_case():
         assert f"| `{case.method}` | {case.oracle} |" in table, "run 'make parity'"
 
 
+def file_names_shown(text, names):
+    """Return the names among these that a page of the site shows: a link's text that is a file name becomes a title."""
+    unseen = r"<!--.*?-->|^```\{include\}[^\n]*|(?<=\])\([^)\s]+\)"  # comments, includes, and targets of links
+    links = re.compile(r"\[([^\[\]]*)\]\(([^)\s#]+)[^)]*\)")
+    shown = links.sub(lambda link: "" if Path(link[1]).name == Path(link[2]).name else link[0], text)
+    shown = re.sub(unseen, "", shown, flags=re.DOTALL | re.MULTILINE)
+    return [name for name in re.findall(r"[\w-]+\.md\b", shown) if name in names]
+
+
+def test_pages_of_the_site_name_each_other_by_titles():
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if not {"_build", "decisions"} & set(path.parts)]
+    names = {path.name for path in pages}
+
+    found = {
+        path.relative_to(ROOT).as_posix(): shown
+        for path in (*pages, ROOT / "README.md")
+        if (shown := file_names_shown(path.read_text(encoding="utf-8"), names))
+    }
+
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("[diff.md](diff.md#a) [docs/diff.md](docs/diff.md) [a gate](diff.md) <!-- diff.md -->", []),
+        ("see diff.md", ["diff.md"]),
+        ("```sh\ncamserve diff  # diff.md\n```", ["diff.md"]),
+        ("[as in diff.md](diff.md) [`[12]`](diff.md) [other.md](other.md) other.md", ["diff.md"]),
+    ],
+)
+def test_file_name_that_a_page_shows_is_found(text, shown):
+    assert file_names_shown(text, {"diff.md"}) == shown
+
+
 def test_licence_list_has_every_pinned_package():
     listed = re.findall(
         r"^\| ([\w.-]+) \| ([\w.]+) \| (?:client, server|server|development) \| [^|]+ \|$",

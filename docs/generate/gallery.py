@@ -32,7 +32,7 @@ each one computes, and [choosing](choosing.md) which to use: a map that looks co
 
 `make gallery` draws the pictures of three photos, with the default parameters of each method and the embedded
 efficientnet_lite0. They explain the class that it predicts: {classes}.
-A picture is blank if nothing in the map is positive.
+A picture is [blank](glossary.md#blank) if nothing in the map is positive.
 
 """
 

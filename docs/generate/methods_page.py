@@ -17,12 +17,26 @@ GROUPS = (
     "",
     "A layer's feature maps and their gradients",
     "The gradient at the input",
-    "Scores of edited images",
+    "Perturbations: scores of edited images",
     "A transformer's attention",
     "Combinations of other methods' maps",
     "Baselines without a model",
 )
 """Headings, indexed by the number of a kind on the wire."""
+
+NOTES = {
+    "A transformer's attention": """\
+These methods explain vision transformers (ViT), which they recognise by running the model. They read the attention of
+`torch.nn.MultiheadAttention`, of torch's `scaled_dot_product_attention`, which timm and transformers call, and of code
+that computes attention itself with torch's softmax. `gradeclip` needs one of the first two. Attention of fused kernels
+from other packages is not seen.
+
+The attention must be global: in every block, the tokens of one grid of patches attend to all of them, with the same
+number of heads. Models with windows, such as Swin, or with fewer keys than queries are refused, and the error says
+why.
+""",
+}
+"""Text below headings."""
 
 HEAD = """\
 # Methods
@@ -68,8 +82,9 @@ The formulas give signed maps that are not normalised. Pictures add a final ReLU
 
 ## Rows
 
-*Rows* is the cost of a method: the number of images that it runs through the model for one target, with the default
-parameters. If it depends on the layer's channels, the page gives it for 512 channels.
+*Rows* is the cost of a method: the number of [rows](glossary.md#row) for one target, with the default parameters. A row
+is one input that runs through the model for one target. If the number depends on the layer's channels, the page gives
+it for 512 channels.
 
 Every request also runs the unchanged image, one row for each target. Methods with a *shared* row compute their maps
 from that row: they share one forward and backward pass. Methods that combine others run the unchanged image again for
@@ -83,6 +98,8 @@ def text() -> str:
     parts = [HEAD]
     for kind, group in groupby(names, key=lambda name: kind_of(METHODS[name])):
         parts.append(f"## {GROUPS[kind]}\n")
+        if note := NOTES.get(GROUPS[kind]):
+            parts.append(note)
         parts += ["\n".join(section(name)) for name in group]
     return "\n".join(parts).rstrip() + "\n"
 

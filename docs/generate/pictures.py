@@ -1,4 +1,4 @@
-"""Make the pictures of photos, of a notebook and of a report in docs/images: chelsea, evaluation, notebook and diff.
+"""Make the pictures of photos, of a notebook and of a report in docs/images: cat-maps, evaluation, notebook and diff.
 
 `make pictures` calls it: a minute or two. It needs Chromium (`make browser`).
 """
@@ -12,7 +12,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import skimage
 from benchmarks.diff import toy
 from PIL import Image
 from playwright.sync_api import Browser, Locator, sync_playwright
@@ -23,7 +22,7 @@ from camserve_server import Explainer
 
 ROOT = Path(__file__).parent.parent.parent
 IMAGES = ROOT / "docs" / "images"
-CAT = Path(skimage.__file__).parent / "data" / "chelsea.png"
+CAT = IMAGES / "cat.jpg"  # skimage.data.chelsea(), CC0, saved by Pillow with quality=96, subsampling=0, optimize=True
 BOX = (100, 20, 400, 290)  # of the cat: left, top, right, bottom
 GAP = 8  # white pixels between photos
 MODELS = """
@@ -68,7 +67,7 @@ def methods_of_the_cat(explainer: Explainer) -> None:
     tiles = [Image.open(CAT).convert("RGB"), *(each.image.convert("RGB") for each in result.explanations)]
     white = np.full((tiles[0].height, GAP, 3), 255, np.uint8)
     row = [part for tile in tiles for part in (np.asarray(tile), white)][:-1]
-    save(Image.fromarray(np.hstack(row)), "chelsea")
+    save(Image.fromarray(np.hstack(row)), "cat-maps")
 
 
 def evaluation(explainer: Explainer) -> None:

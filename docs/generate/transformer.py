@@ -54,20 +54,21 @@ TEXT = """\
 {heading}
 
 Some methods explain a transformer's attention, which the embedded model does not have. Their pictures are of a small
-vision transformer, and of collages for which the right place is known: the evidence for the cat should be in the cat's
-quarter. A map can miss it because of the method or because of the model.
+vision transformer (ViT), and of collages for which the correct place is known: the evidence for the cat should be in
+the cat's quadrant. A map can miss it because of the method or because of the model.
 
 The pictures explain this collage for the targets {shown}.
 The area outside the model's crop stays uncoloured.
 
 ![The collage: {shown}](images/gallery/collage.jpg)
 
-*In its quarter* is the share of the map's positive values in the target's quarter (`energy_in_box`). *Peak* is the
+*In its quadrant* is the share of the map's positive values in the target's quadrant (`energy_in_box`). *Peak* is the
 share of maps with their maximum there (`pointing_game`). Both are means over {count} collages, one for each set of four
 photos, and over the four photos as targets. Chance is {chance:.2f}. `attention_rollout` has exactly that, because its
-map is the same for every target.
+map is the same for every target. This is a small test of one toy model: [choosing](choosing.md#vision-transformers)
+says what follows from it.
 
-| method | in its quarter ↑ | peak ↑ | {shown} |
+| method | in its quadrant ↑ | peak ↑ | {shown} |
 |---|---|---|---|
 {rows}
 

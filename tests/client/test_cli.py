@@ -311,6 +311,26 @@ def test_models_are_listed(run: Any) -> None:
     assert "classify" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("source", "weights", "shown"),
+    [
+        ("torchvision:resnet50", "default", "default"),
+        ("embedded:efficientnet_lite0", "default", "default"),
+        ("my_network:build", "default", "as built"),
+        ("my_network:build", "file", "file"),
+        ("my_network:build", "none", "none"),
+    ],
+)
+def test_weights_of_a_function_are_listed_as_built(source: Any, weights: Any, shown: Any) -> None:
+    model = camserve.Model(
+        name="m", source=source, weights=weights, digest="d", classes=3, input_height=64, input_width=64,
+        default_layer="layer4", parameters=7, precision="float32", device="cpu",
+    )  # fmt: skip
+    ((_, _, cell, *_),) = cli._tables.model_rows([model])
+
+    assert cell == shown
+
+
 def test_layers_are_listed(run: Any, server: Any) -> None:
     done = run("layers", "tiny")
 

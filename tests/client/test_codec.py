@@ -21,6 +21,10 @@ BOX = {"left": 1.0, "top": 2.0, "right": 3.0, "bottom": 4.0}
 RED = (200, 30, 10)
 
 
+def predicted(**options: Any) -> camserve.Prediction:
+    return camserve.Prediction(label="dog", probability=0.9, class_index=7, score=2.2, **options)
+
+
 def asked(**options: Any) -> dict[str, Any]:
     """Convert a request to JSON with the field names of the proto."""
     request = _codec.ExplainRequestBuilder(**options).request()
@@ -203,6 +207,12 @@ def test_methods_are_names_pairs_or_values(methods: Any, expected: Any) -> None:
         (
             camserve.detection("dog", np.array([1, 2, 3, 4])),
             [{"detection": {"class_name": {"label": "dog"}, "box": BOX}}],
+        ),
+        (predicted(), [{"class_index": 7}]),
+        (predicted(area=0.5), [{"segment": {"class_name": {"class_index": 7}}}]),
+        (
+            [predicted(box=camserve.Box(1, 2, 3, 4)), "tabby"],
+            [{"detection": {"class_name": {"class_index": 7}, "box": BOX}}, {"label": "tabby"}],
         ),
     ],
 )

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from docs.pages import PAGES, ROOT, Reader, Servers
-from support import PHOTOS
 
 SLOW = {
     "docs/evaluation.md",
@@ -48,8 +47,8 @@ def shared(tmp_path_factory):
 
 @pytest.fixture
 def reader(shared, tmp_path, monkeypatch):
-    """A reader in a folder with a photo of a cat."""
-    shutil.copy(PHOTOS["chelsea"], tmp_path / "cat.jpg")
+    """A reader in a folder with the photo that the pages offer for download."""
+    shutil.copy(ROOT / "docs" / "images" / "cat.jpg", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")

@@ -38,7 +38,7 @@ from camserve._picture import Box, Photo, Picture
 from camserve._receipts import Receipt
 from camserve._regions import Region, RunLengths
 from camserve._replay import Check, Replay
-from camserve._result import Explanation, Prediction, Result, Timing, Verdict
+from camserve._result import Explanation, Result, Timing, Verdict
 from camserve._retry import Retry
 from camserve._sync.client import Client
 from camserve._targets import (
@@ -71,6 +71,7 @@ from camserve._values import (
     Model,
     ModelState,
     ParameterInfo,
+    Prediction,
     RegionOptions,
     RegionsLike,
 )

@@ -20,8 +20,8 @@ from camserve._checks import check_range, indices, invalid, look_up
 from camserve._errors import CamserveError, ErrorDetails, Internal, InvalidArgument, join_faults, make, status_code
 from camserve._picture import Box, Photo, Picture
 from camserve._receipts import Receipt, target_json
-from camserve._result import Explanation, Prediction, Result, Timing, Verdict
-from camserve._values import Cost, Layer, Method, MethodInfo, Model, ModelState, ParameterInfo
+from camserve._result import Explanation, Result, Timing, Verdict
+from camserve._values import Cost, Layer, Method, MethodInfo, Model, ModelState, ParameterInfo, Prediction
 from camserve.v1 import explain_pb2, models_pb2
 
 if TYPE_CHECKING:

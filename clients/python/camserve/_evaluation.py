@@ -155,8 +155,8 @@ class Evaluation:
         >>> evaluation = client.evaluate("cat.jpg", methods=methods, metrics=["sparseness", "complexity"])
         >>> print(evaluation.table())
                   sparseness ↑  complexity ↓
-        gradcam   0.263 *       10.710 *
-        layercam  0.252         10.719
+        gradcam   0.266 *       10.707 *
+        layercam  0.256         10.715
         >>> [reading.metric for reading in evaluation.rows[0]], evaluation.labels
         (['sparseness', 'complexity'], ('gradcam', 'layercam'))
         >>> sorted(evaluation.best)  # rows and columns that the table marks
@@ -203,7 +203,7 @@ class Evaluation:
 
         Example:
             >>> client.evaluate("cat.jpg", methods=["gradcam", "layercam"], metrics=["sparseness"]).cells()
-            (('', 'sparseness ↑'), ('gradcam', '0.263'), ('layercam', '0.252'))
+            (('', 'sparseness ↑'), ('gradcam', '0.266'), ('layercam', '0.256'))
         """
         first_row = self.rows[0] if self.rows else ()
         headings = ("", *(f"{reading.metric} {'↑' if reading.higher_is_better else '↓'}" for reading in first_row))
@@ -220,8 +220,8 @@ class Evaluation:
             >>> evaluation = client.evaluate("cat.jpg", methods=["gradcam", "layercam"], metrics=["sparseness"])
             >>> print(evaluation.table())
                       sparseness ↑
-            gradcam   0.263 *
-            layercam  0.252
+            gradcam   0.266 *
+            layercam  0.256
         """
         cells = [list(map(printable, line)) for line in self.cells()]
         for row, column in self.best:
@@ -251,7 +251,7 @@ class Evaluation:
         Example:
             >>> plain = client.evaluate("cat.jpg", metrics=["sparseness"]).plain()
             >>> plain[0]["method"], plain[0]["metric"], round(plain[0]["value"], 2)
-            ('gradcam', 'sparseness', 0.26)
+            ('gradcam', 'sparseness', 0.27)
         """
         return [
             {

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL import Image
 
-    from camserve._result import Prediction, Timing
+    from camserve._result import Timing
+    from camserve._values import Prediction
 
 _SHOWN: Mapping[str, str] = {
     "pca": "components: {shown}, of {count} channels",
@@ -125,7 +126,7 @@ class Inspection:
     Example:
         >>> inspection = client.inspect("cat.jpg", target="tabby", layers=["conv_stem", "bn2"])
         >>> inspection.title, round(inspection.score, 1)
-        ('efficientnet_lite0 · tabby', 8.2)
+        ('efficientnet_lite0 · tabby', 8.1)
         >>> [layer.name for layer in inspection.leaves]  # the batch normalisation contains its activation
         ['conv_stem']
     """

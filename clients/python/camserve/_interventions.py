@@ -90,7 +90,7 @@ def scale(layer: str, factor: float, channels: Iterable[SupportsIndex] = (), *, 
     Example:
         >>> result = client.explain("cat.jpg", interventions=[camserve.scale("bn2", 2.0)])
         >>> [round(predictions[0].probability, 2) for predictions in (result.unchanged_predictions, result.predictions)]
-        [0.38, 0.5]
+        [0.38, 0.51]
     """
     return Intervention("scale", layer, indices(channels, "channels"), input, factor=factor)
 
@@ -118,7 +118,7 @@ def clamp(
     Example:
         >>> result = client.explain("cat.jpg", interventions=[camserve.clamp("bn2", maximum=1)])
         >>> [round(predictions[0].score, 1) for predictions in (result.unchanged_predictions, result.predictions)]
-        [9.0, 3.2]
+        [8.9, 3.2]
     """
     return Intervention("clamp", layer, indices(channels, "channels"), input, minimum=minimum, maximum=maximum)
 
@@ -163,7 +163,7 @@ def clip_gradient(layer: str, limit: float, channels: Iterable[SupportsIndex] = 
         >>> clipped = camserve.clip_gradient("bn2", 1e-5)
         >>> result = client.explain("cat.jpg", interventions=[clipped])
         >>> [round(predictions[0].score, 1) for predictions in (result.unchanged_predictions, result.predictions)]
-        [9.0, 9.0]
+        [8.9, 8.9]
         >>> result.explanations[0].scale < client.explain("cat.jpg").explanations[0].scale
         True
     """

@@ -44,7 +44,7 @@ class Receipt:
     Attributes:
         model: Name of the model.
         source: Source of the model, such as "timm:resnet50".
-        weights: Origin of the weights: "default", "file", or "none" for random ones.
+        weights: Kind of the weights, as in ``Model``.
         digest: SHA-256 over the names and values of the model's parameters and buffers, in hexadecimal.
         precision: Precision of the computation, such as "float32".
         device: Device of the computation, such as "cpu".

@@ -64,9 +64,9 @@ class Region:
     Example:
         >>> region = client.explain("cat.jpg", regions=True).explanations[0].regions[0]
         >>> region.box
-        Box(left=121.0, top=62.0, right=306.0, bottom=252.0)
+        Box(left=121.0, top=60.0, right=303.0, bottom=252.0)
         >>> tuple(map(round, region.peak)), f"{region.share:.0%} of the evidence"
-        ((140, 151), '32% of the evidence')
+        ((140, 151), '31% of the evidence')
     """
 
     box: Box

@@ -11,7 +11,7 @@ from camserve import _comparison, _html, _local
 from camserve._errors import FailedPrecondition, InvalidArgument
 from camserve._notebook import comparison
 from camserve._photo_source import PhotoSource
-from camserve._picture import FORMATS, Box, Photo, Picture, classes_onto_photo, onto_photo
+from camserve._picture import FORMATS, Photo, Picture, classes_onto_photo, onto_photo
 
 if TYPE_CHECKING:
     import os
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from camserve._receipts import Receipt
     from camserve._regions import Region
     from camserve._targets import BoxLike, TargetLike
+    from camserve._values import Prediction
 
 T = TypeVar("T")
 
@@ -35,7 +36,8 @@ class Verdict(StrEnum):
     Attributes:
         UNSPECIFIED: The server sent no verdict, or one that this client does not know.
         OK: The map has positive evidence.
-        ALL_NEGATIVE: No value of the map is above zero; the picture is blank.
+        ALL_NEGATIVE: No value of the map is above zero; the picture is blank. Another method or layer may find
+            positive evidence.
         FLAT: The map has the same value everywhere.
         ZERO_GRADIENT: The gradient is zero everywhere: the score does not depend on the layer.
         NON_FINITE: The map has NaN or infinite values; the picture is blank.
@@ -54,45 +56,6 @@ class Verdict(StrEnum):
     FLAT = "FLAT"
     ZERO_GRADIENT = "ZERO_GRADIENT"
     NON_FINITE = "NON_FINITE"
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """A predicted class or object.
-
-    Attributes:
-        label: Label of the class; "class 7" if the model has no labels.
-        probability: Probability, 0 to 1. Depending on the model's task it is the softmax, the sigmoid
-            ("multilabel"), the mean softmax over the pixels with this class ("segment"), the score
-            of an object ("detect"), or 0 ("regress").
-        class_index: Index in the model's output, from 0.
-        score: The logit; for a segmentation its mean over the pixels with this class, for an object
-            its score.
-        box: Box of a detected object in the photo, else None.
-        area: For a class of a segmentation, the share of the model's input with this class, 0 to 1.
-
-    Example:
-        >>> prediction = client.explain("cat.jpg").predictions[0]
-        >>> prediction.label, prediction.class_index, round(prediction.probability, 2), round(prediction.score, 1)
-        ('Egyptian cat', 285, 0.38, 9.0)
-    """
-
-    label: str
-    probability: float
-    class_index: int
-    score: float
-    box: Box | None = None
-    area: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """The label, or "class 7" if there is no label.
-
-        Example:
-            >>> camserve.Prediction(label="", probability=0.9, class_index=7, score=2.2).name
-            'class 7'
-        """
-        return self.label or f"class {self.class_index}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +304,7 @@ class Explanation:
             >>> tabby, tiger_cat = client.explain("cat.jpg", targets=["tabby", "tiger cat"]).explanations
             >>> comparison = tabby.compare(tiger_cat)
             >>> comparison.same_target, round(comparison.spearman, 2)  # they look at the same places
-            (False, 0.97)
+            (False, 0.98)
         """
         return _comparison.compare(self, candidate, box)
 
@@ -405,7 +368,7 @@ class Result:
     Example:
         >>> result = client.explain("cat.jpg", methods=["gradcam", "layercam"], top_k=2)
         >>> [(prediction.label, round(prediction.probability, 2)) for prediction in result.predictions[:2]]
-        [('Egyptian cat', 0.38), ('tiger cat', 0.33)]
+        [('Egyptian cat', 0.38), ('tiger cat', 0.32)]
         >>> [explanation.heading for explanation in result.explanations]
         ['Egyptian cat · gradcam', 'tiger cat · gradcam', 'Egyptian cat · layercam', 'tiger cat · layercam']
         >>> result.size

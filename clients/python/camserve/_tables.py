@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from camserve._evaluation import Evaluation, MetricInfo
     from camserve._inspection import Channel, LayerReading
     from camserve._replay import Check, Replay
-    from camserve._result import Explanation, Prediction, Result
-    from camserve._values import Cost, Layer, MethodInfo, Model, ParameterInfo
+    from camserve._result import Explanation, Result
+    from camserve._values import Cost, Layer, MethodInfo, Model, ParameterInfo, Prediction
 
 MODEL_HEADINGS = (
     "model",
@@ -37,6 +37,9 @@ MODEL_HEADINGS = (
 )
 RANKED: Mapping[str, str] = {"pca": "component", "factors": "concept", "heads": "head"}
 """By rank: what is returned instead of channels, with a share each."""
+
+SOURCES_WITH_WEIGHTS = frozenset({"embedded", "torchvision", "timm", "hf"})
+"""Sources that load weights of their own, which are the default ones."""
 
 COST_HEADINGS = ("photos", "explanations of each", "rows of each", "rows in all", "most rows of a request")
 REGION_HEADINGS = ("file", "region", "box", "area", "share", "peak", "value")
@@ -70,8 +73,10 @@ def model_rows(models: Iterable[Model]) -> list[tuple[str, ...]]:
 
 
 def _model_details(model: Model) -> tuple[str, ...]:
+    source, _, _ = model.source.partition(":")
     return (
-        model.weights,
+        # A function or a plugin returns a network that has its weights already; no source loads default ones into it.
+        "as built" if model.weights == "default" and source not in SOURCES_WITH_WEIGHTS else model.weights,
         model.task,
         f"{model.classes:,}",
         f"{model.input_height}×{model.input_width}",

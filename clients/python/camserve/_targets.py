@@ -11,6 +11,7 @@ from camserve import _picture
 from camserve._checks import invalid
 from camserve._errors import InvalidArgument
 from camserve._picture import Box
+from camserve._values import Prediction
 from camserve.v1 import explain_pb2
 
 ClassLike: TypeAlias = "str | SupportsIndex"
@@ -155,7 +156,7 @@ class Detection:
 
 
 TargetLike: TypeAlias = (
-    "str | SupportsIndex | Contrast | Probability | Finer | Similarity | Text | Segment | Mask | Detection"
+    "str | SupportsIndex | Contrast | Probability | Finer | Similarity | Text | Segment | Mask | Detection | Prediction"
 )
 
 
@@ -172,7 +173,7 @@ def contrast(why: ClassLike, why_not: ClassLike) -> Contrast:
     Example:
         >>> explanation = client.explain("cat.jpg", targets=camserve.contrast("tiger cat", "tabby")).explanations[0]
         >>> explanation.title, round(explanation.score, 1)  # the logit of the tiger cat is higher by this much
-        ('tiger cat, not tabby', 0.7)
+        ('tiger cat, not tabby', 0.6)
     """
     return Contrast(why, why_not)
 
@@ -189,7 +190,7 @@ def probability(why: ClassLike) -> Probability:
     Example:
         >>> explanation = client.explain("cat.jpg", targets=camserve.probability("tiger cat")).explanations[0]
         >>> round(explanation.score, 2)
-        0.33
+        0.32
     """
     return Probability(why)
 
@@ -291,7 +292,8 @@ def detection(why: ClassLike, box: BoxLike | None = None) -> Detection:
     Args:
         why: The object's class, by label or index.
         box: Left, top, right and bottom, in pixels of the photo; the detected object of the class that best matches
-            the box is explained. Default: the class's object with the highest score.
+            the box is explained. Default: the class's object with the highest score. The box of a prediction is its
+            own object: ``detection(found.class_index, found.box)``, for which you can also pass ``found`` itself.
 
     Example:
         >>> explanation = client.explain("cat.jpg", model="detector", targets=camserve.detection("red")).explanations[0]
@@ -384,6 +386,14 @@ def _encode_detection(target: Detection, field: str, _read_image: object) -> exp
     return explain_pb2.Target(detection=detection)
 
 
+def _encode_prediction(target: Prediction, field: str, read_image: Callable[[object], bytes]) -> explain_pb2.Target:
+    if target.box is not None:
+        return _encode_detection(Detection(target.class_index, target.box), field, read_image)
+    if target.area:  # only a segmentation has areas, and it takes no plain class
+        return _encode_segment(Segment(target.class_index), field, read_image)
+    return explain_pb2.Target(class_index=_class_index(target.class_index, field))
+
+
 _ENCODERS: Mapping[type, Callable[[Any, str, Callable[[object], bytes]], explain_pb2.Target]] = {
     Contrast: _encode_contrast,
     Probability: _encode_probability,
@@ -393,6 +403,7 @@ _ENCODERS: Mapping[type, Callable[[Any, str, Callable[[object], bytes]], explain
     Segment: _encode_segment,
     Mask: _encode_mask,
     Detection: _encode_detection,
+    Prediction: _encode_prediction,
 }
 
 

@@ -122,8 +122,9 @@ class Settings(BaseModel):
         default=0,
         ge=0,
         le=4096,
-        description="Maximum inputs (not rows) in a batch. The targets of one image share one input. 0 uses 8 on a CPU"
-        " and 64 on a GPU. Batches are smaller where the memory does not suffice.",
+        description="Maximum number of inputs in a batch. An input is one image tensor that the model gets. Despite its"
+        " name, the setting does not count rows: an input that several targets share counts once. 0 uses 8 on a CPU and"
+        " 64 on a GPU. Batches are smaller where the memory does not suffice.",
     )
     max_batch_mib: int = Field(
         default=256,

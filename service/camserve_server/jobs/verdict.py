@@ -12,7 +12,9 @@ class Verdict(Enum):
     """Verdict on a map: it can be read as an explanation, or the reason why not."""
 
     OK = "the map has positive evidence"
-    ALL_NEGATIVE = "no value of the map is above zero: nothing here speaks for the target"
+    ALL_NEGATIVE = (
+        "no value of the map is above zero: this method finds no positive evidence here; another method or layer may"
+    )
     FLAT = "the map has the same value everywhere"
     ZERO_GRADIENT = "the gradient is zero everywhere: the score does not depend on this layer"
     NON_FINITE = "the map holds NaN or infinity"

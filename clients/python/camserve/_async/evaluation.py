@@ -48,8 +48,8 @@ class EvaluationCalls(Calls):
             >>> evaluation = await client.evaluate("cat.jpg", methods=["gradcam", "edges"], metrics=metrics)
             >>> print(evaluation.table())
                      insertion ↑  sparseness ↑
-            gradcam  0.563 *      0.263
-            edges    0.295        0.427 *
+            gradcam  0.549 *      0.266
+            edges    0.302        0.427 *
         """
         question = _codec.ExplainRequestBuilder(**options).request()
         question = await transport.run_blocking(lambda: _codec.with_image(question, self._file_of(image)))

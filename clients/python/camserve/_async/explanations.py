@@ -57,7 +57,7 @@ class ExplanationCalls(StreamCalls):
         Example:
             >>> result = await client.explain("cat.jpg", targets=["tabby", "lynx"], max_side=200)
             >>> [(explanation.title, round(explanation.score, 1)) for explanation in result.explanations]
-            [('tabby', 8.2), ('lynx', 6.5)]
+            [('tabby', 8.1), ('lynx', 6.5)]
             >>> result.explanations[0].save("why.jpg").exists()
             True
         """

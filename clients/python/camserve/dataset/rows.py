@@ -13,7 +13,8 @@ from camserve.dataset.store import arrow
 if TYPE_CHECKING:
     from camserve._errors import CamserveError
     from camserve._regions import Region
-    from camserve._result import Explanation, Prediction, Result
+    from camserve._result import Explanation, Result
+    from camserve._values import Prediction
 
 SUFFIXES = {"jpeg": ".jpg", "png": ".png", "webp": ".webp"}
 

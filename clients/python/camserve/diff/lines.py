@@ -14,14 +14,14 @@ from camserve import _targets
 from camserve._errors import InvalidArgument
 from camserve._picture import Box, Photo
 from camserve._receipts import Receipt, target_message
-from camserve._result import Prediction, Verdict
+from camserve._values import Prediction
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from camserve._result import Explanation, Result
+    from camserve._result import Explanation, Result, Verdict
     from camserve._targets import TargetLike
 
 _LARGEST = float(np.finfo(np.float32).max)

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
     from camserve._codec import ExplainOptions
     from camserve._comparison import Comparison
-    from camserve._result import Prediction, Verdict
+    from camserve._result import Verdict
     from camserve._targets import BoxLike
+    from camserve._values import Prediction
 
 
 SAMPLE: Final = 64

@@ -222,7 +222,9 @@ class _VerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Verdict.Value
     VERDICT_OK: _Verdict.ValueType  # 1
     """The map has positive values."""
     VERDICT_ALL_NEGATIVE: _Verdict.ValueType  # 2
-    """No value of the map is above zero: nothing supports the target, and the pictures are blank."""
+    """No value of the map is above zero, and the pictures are blank. The method finds no positive evidence at this layer;
+    another method or layer may.
+    """
     VERDICT_FLAT: _Verdict.ValueType  # 3
     """The map has the same value everywhere."""
     VERDICT_ZERO_GRADIENT: _Verdict.ValueType  # 4
@@ -240,7 +242,9 @@ VERDICT_UNSPECIFIED: Verdict.ValueType  # 0
 VERDICT_OK: Verdict.ValueType  # 1
 """The map has positive values."""
 VERDICT_ALL_NEGATIVE: Verdict.ValueType  # 2
-"""No value of the map is above zero: nothing supports the target, and the pictures are blank."""
+"""No value of the map is above zero, and the pictures are blank. The method finds no positive evidence at this layer;
+another method or layer may.
+"""
 VERDICT_FLAT: Verdict.ValueType  # 3
 """The map has the same value everywhere."""
 VERDICT_ZERO_GRADIENT: Verdict.ValueType  # 4
@@ -1409,7 +1413,7 @@ class Receipt(_message.Message):
     source: _builtins.str
     """Source of the model, such as "timm:resnet50"."""
     weights: _builtins.str
-    """Weights of the model: "default", "file", or "none" for random ones."""
+    """Weights of the model, as in Model."""
     digest: _builtins.str
     """SHA-256 of the names and values of the model's parameters and buffers, in hexadecimal."""
     precision: _builtins.str

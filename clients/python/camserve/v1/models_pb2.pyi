@@ -220,7 +220,9 @@ class Model(_message.Message):
     source: _builtins.str
     """Source of the model, such as "timm:resnet50"."""
     weights: _builtins.str
-    """Weights of the model: "default", "file", or "none" for random ones."""
+    """Weights of the model: "default" for those of the source, or those that a function of yours left in its network;
+    "file"; or "none" for random ones.
+    """
     digest: _builtins.str
     """SHA-256 of the names and values of its parameters and buffers, in hexadecimal."""
     classes: _builtins.int
