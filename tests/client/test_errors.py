@@ -45,9 +45,10 @@ def test_every_error_class_has_its_own_status() -> None:
 
 
 def test_error_shows_its_message_fields_and_request_id() -> None:
-    error = camserve.InvalidArgument("wrong", request_id="r", fields={"alpha": "too large"})
+    error = camserve.InvalidArgument("wrong", request_id="r7", fields={"alpha": "too large"})
 
-    assert str(error) == "wrong (alpha: too large) [request r]"
+    assert str(error) == "wrong (alpha: too large) [request r7]"
+    assert str(camserve.Internal("the log has more under r7", request_id="r7")) == "the log has more under r7"
 
 
 def test_fault_in_the_message_is_not_repeated() -> None:

@@ -110,7 +110,8 @@ class CamserveError(Exception):
     def __str__(self) -> str:
         other_faults = [f"{name}: {fault}" for name, fault in self.fields.items() if fault not in self.message]
         fields = f" ({'; '.join(other_faults)})" if other_faults else ""
-        request = f" [request {self.request_id}]" if self.request_id else ""
+        # The message of an internal error names the request id itself.
+        request = f" [request {self.request_id}]" if self.request_id not in self.message else ""
         return printable(f"{self.message}{fields}{request}")  # a traceback shows it on a terminal
 
 

@@ -901,8 +901,8 @@ def diff(
 
     PATH is a photo, a folder of photos, or a glob in quotes. Both models explain the class that the baseline predicts.
     The differences are compared with those that noise makes, and with those that random weights make. DIR gets
-    index.html, report.json and junit.xml. The exit code is 0 if the models look at the same, 1 if they differ, and 2 if
-    they could not be compared.
+    index.html, report.json and junit.xml. The exit code is 0 if the models look at the same places, 1 if they differ,
+    and 2 if they could not be compared.
 
     A baseline in a folder needs no model. --accept records it.
     """
