@@ -194,6 +194,7 @@ def test_summary_has_the_failures_of_all_runs(run, photos, tmp_path):
 
     assert "6 photos are done: 5 explained, 1 failed. The results" in first.output
     assert "7 photos are done (6 by earlier runs): 5 explained, 2 failed (1 in earlier runs)." in second.output
+    assert "7/7" in third.output
     assert "7 photos are done (7 by earlier runs): 5 explained, 2 failed (2 in earlier runs)." in third.output
     assert [each.exit_code for each in (first, second, third)] == [0, 0, 0]  # as documented: the photos are done
 

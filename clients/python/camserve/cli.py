@@ -661,6 +661,7 @@ def _run_job(photos: dataset.Photos, output: Path, connect: Connect, flags: Expl
             dataset.remove_failed(store, photos)
         with dataset.progress_bar(total) as update:
             tally = dataset.run(client, photos, store, spec, update)
+            update(tally)  # also if nothing was left to explain
     echo(job_summary(tally, str(output)))
     return FAILED if tally.left else 0
 
