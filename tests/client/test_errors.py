@@ -33,8 +33,8 @@ class FakeRpcError(grpc.RpcError):
         return self._status[2]
 
 
-def translate(*args: Any) -> camserve.CamserveError:
-    with pytest.raises(camserve.CamserveError) as caught, _errors.translate_errors("host:1", "sent"):
+def translate(*args: Any, address: str = "host:1") -> camserve.CamserveError:
+    with pytest.raises(camserve.CamserveError) as caught, _errors.translate_errors(address, "sent"):
         raise FakeRpcError(*args)
     return caught.value
 
@@ -45,9 +45,10 @@ def test_every_error_class_has_its_own_status() -> None:
 
 
 def test_error_shows_its_message_fields_and_request_id() -> None:
-    error = camserve.InvalidArgument("wrong", request_id="r", fields={"alpha": "too large"})
+    error = camserve.InvalidArgument("wrong", request_id="r7", fields={"alpha": "too large"})
 
-    assert str(error) == "wrong (alpha: too large) [request r]"
+    assert str(error) == "wrong (alpha: too large) [request r7]"
+    assert str(camserve.Internal("the log has more under r7", request_id="r7")) == "the log has more under r7"
 
 
 def test_fault_in_the_message_is_not_repeated() -> None:
@@ -154,6 +155,23 @@ def test_messages_of_grpc_are_rephrased() -> None:
 
     assert translate("UNAVAILABLE", connect).message == ("no server answers at host:1: Connection refused")
     assert translate("DEADLINE_EXCEEDED", "Deadline Exceeded").message == ("host:1 did not answer in time")
+
+
+def test_refusal_names_its_address_if_it_is_one_of_several() -> None:
+    connect = "failed to connect to all addresses; last error: UNKNOWN: {}: Failed to connect to remote host: {}"
+    refused, closed = "Connection refused", "Socket closed"
+
+    other = translate("UNAVAILABLE", connect.format("ipv6:%5B::1%5D:1", refused), address="localhost:1")
+    same = translate("UNAVAILABLE", connect.format("ipv4:127.0.0.1:1", refused), address="127.0.0.1:1")
+    hint = translate("UNAVAILABLE", connect.format("ipv4:127.0.0.1:1", closed), address="localhost:1")
+
+    assert other.message == "no server answers at localhost:1: Connection refused at [::1]:1"
+    assert same.message == "no server answers at 127.0.0.1:1: Connection refused"
+    assert "may want TLS" in hint.message
+    assert _errors.more_telling(hint, other) is hint
+    assert _errors.more_telling(other, hint) is hint
+    assert _errors.more_telling(hint, same) is same
+    assert _errors.more_telling(None, other) is other
 
 
 def test_other_exceptions_are_not_translated() -> None:

@@ -7,7 +7,8 @@ import math
 import pytest
 
 import camserve
-from camserve._retry import CallAttempts
+from camserve import _errors
+from camserve._retry import CallAttempts, StreamAttempts
 
 BUSY = camserve.Unavailable("busy")
 
@@ -72,6 +73,21 @@ def test_retries_of_a_starting_server_do_not_count() -> None:
     assert attempts.pause(BUSY) is not None
     assert attempts.pause(starting) == 1
     assert attempts.pause(BUSY) is None
+
+
+def test_call_raises_the_error_of_the_try_that_tells_more() -> None:
+    failed = "failed to connect to all addresses; last error: UNAVAILABLE: {}"
+    closed = camserve.Unavailable(_errors.to_readable(failed.format("ipv4:127.0.0.1:1: Socket closed"), "localhost:1"))
+    refused = camserve.Unavailable(
+        _errors.to_readable(failed.format("ipv6:%5B::1%5D:1: Connection refused"), "localhost:1")
+    )
+    attempts, stream = CallAttempts(camserve.Retry(attempts=1), 60), StreamAttempts(camserve.Retry(attempts=1), 60)
+
+    assert (attempts.pause(closed) is None, attempts.pause(refused)) == (False, None)
+    assert attempts.error is closed
+    stream.pause(closed)
+    with pytest.raises(camserve.Unavailable, match="may want TLS"):
+        stream.pause(refused)
 
 
 def test_starting_server_is_not_tried_without_retries_or_beyond_the_deadline() -> None:

@@ -185,6 +185,66 @@ def test_second_run_explains_only_new_photos(run, photos, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
+def test_summary_has_the_failures_of_all_runs(run, photos, tmp_path):
+    (photos / "empty.png").rename(tmp_path / "later.png")
+    first = run(photos)
+    (tmp_path / "later.png").rename(photos / "empty.png")
+    second = run(photos)
+    third = run(photos)
+
+    assert "6 photos are done: 5 explained, 1 failed. The results" in first.output
+    assert "7 photos are done (6 by earlier runs): 5 explained, 2 failed (1 in earlier runs)." in second.output
+    assert "7/7" in third.output
+    assert "7 photos are done (7 by earlier runs): 5 explained, 2 failed (2 in earlier runs)." in third.output
+    assert [each.exit_code for each in (first, second, third)] == [0, 0, 0]  # as documented: the photos are done
+
+
+def test_retry_failed_explains_photos_with_an_error_again(run, photos, tmp_path):
+    run(photos)
+    before = {row["image"]: row for row in rows(tmp_path / "out")}
+    (photos / "bad.jpg").write_bytes(photo_file(50))
+    unchanged = run(photos)
+    other = run(photos, options=("--model", "tiny", "--method", "hirescam", "--retry-failed"))
+    result = run(photos, options=("--model", "tiny", "--retry-failed"))
+
+    assert "5 explained, 2 failed" in unchanged.output
+    assert other.exit_code == 1
+    assert "has a job with other methods" in other.output
+    assert "7 photos are done (5 by earlier runs): 6 explained, 1 failed. The results" in result.output
+    after = {row["image"]: row for row in rows(tmp_path / "out")}
+    assert len(rows(tmp_path / "out")) == len(after) == 7
+    assert after[str(photos / "bad.jpg")]["error"] is None
+    explained = [image for image, row in before.items() if not row["error"]]
+    assert [after[image] for image in explained] == [before[image] for image in explained]
+
+
+def test_retry_failed_keeps_the_rows_of_photos_that_are_not_named(run, photos, tmp_path):
+    run(photos)
+    run(photos / "bad.jpg", options=("--model", "tiny", "--retry-failed"))
+
+    assert len(rows(tmp_path / "out")) == 7
+    assert run(photos).output.count("2 failed (2 in earlier runs)") == 1
+
+
+def test_interrupted_retry_leaves_its_photos_to_the_next_run(run, photos, tmp_path, monkeypatch):
+    run(photos / "bad.jpg")
+    run(photos)
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset, "run", lambda *_args: 1 / 0)
+        run(photos, options=("--model", "tiny", "--retry-failed"))
+    assert len(rows(tmp_path / "out")) == 5
+
+    assert "7 photos are done (5 by earlier runs): 5 explained, 2 failed." in run(photos).output
+    assert len(rows(tmp_path / "out")) == 7
+
+
+def test_retry_failed_without_resume_is_refused(photos, tmp_path):
+    refused = CliRunner().invoke(main, ["explain", str(photos), "-o", str(tmp_path / "out"), "--retry-failed"])
+
+    assert refused.exit_code == 2
+    assert "--retry-failed needs --resume" in refused.output
+
+
 def test_photo_named_by_several_paths_is_explained_once(run, photos, tmp_path):
     result = run(photos, photos / "more", photos / "more" / "3.png", photos / "**" / "*.png")
 
@@ -211,7 +271,7 @@ def test_error_of_the_request_ends_the_job_without_results(option, message, run,
     assert invalid.exit_code != 0
     assert message in invalid.output
     assert not list((tmp_path / "out" / "results").glob("*.parquet")) or valid.exit_code == 0
-    assert (valid.exit_code, valid.output.count("7 photos are done.")) == (0, 1), valid.output
+    assert (valid.exit_code, valid.output.count("7 photos are done: 5 explained")) == (0, 1), valid.output
 
 
 def test_errors_of_photos_requests_and_servers_are_distinguished():

@@ -20,7 +20,7 @@ from camserve_server import models
 from camserve_server.core.errors import ConfigError, FailedPrecondition
 from camserve_server.imaging import images
 from camserve_server.methods import METHODS
-from camserve_server.models import huggingface, parse
+from camserve_server.models import checkpoint, huggingface, parse
 from camserve_server.models.huggingface import folder as folder_checks
 from camserve_server.models.huggingface import loading
 from camserve_server.targets.values import ClassTarget
@@ -567,6 +567,10 @@ def other_shapes(folder):
             "has no model.safetensors: save it with save_pretrained",
         ),
         (half_a_file, "cannot be read"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(checkpoint.LFS_POINTER + b"v1"),
+            "cannot be read: model.safetensors is a Git LFS pointer, not the weights: run `git lfs pull`",
+        ),
         (no_head, "lack classifier.bias, classifier.weight: is it a trained image classifier?"),
         (not_finite, "the weights of hf:vit cannot be used: classifier.bias is not finite"),
         (other_shapes, "classifier"),

@@ -145,6 +145,17 @@ def test_file_without_the_models_weights_is_refused_with_a_reason(tmp_path, writ
         models.load(parse(TINY.format(path)))
 
 
+@pytest.mark.parametrize("options", ["", "&sha256=" + "0" * 64])
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_git_lfs_pointer_is_refused_with_the_command_that_helps(tmp_path, suffix, options):
+    path = tmp_path / f"lfs.{suffix}"
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'1' * 64}\nsize 12345\n")
+    with pytest.raises(
+        ConfigError, match=rf": lfs\.{suffix} is a Git LFS pointer, not the weights: run `git lfs pull`$"
+    ):
+        models.load(parse(TINY.format(path) + options))
+
+
 def test_truncated_file_is_refused_with_a_reason(tmp_path, trained):
     for suffix, save in (("pth", torch.save), ("safetensors", safetensors.torch.save_file)):
         path = tmp_path / f"w.{suffix}"

@@ -121,6 +121,14 @@ def test_plaintext_call_is_refused_with_a_hint_at_tls(encrypted):
     assert "may want TLS" in refusal(encrypted)
 
 
+def test_retried_plaintext_call_to_a_name_is_refused_with_a_hint_at_tls(encrypted):
+    address = f"localhost:{encrypted.rpartition(':')[2]}"  # also ::1, where no server listens
+    with camserve.Client(address, retries=camserve.Retry(first=0.01)) as client:
+        for _ in range(3):
+            with pytest.raises(camserve.Unavailable, match="may want TLS"):
+                client.models()
+
+
 def test_server_certificate_of_another_authority_is_refused(encrypted, folder):
     assert "not trusted here: unable to get local issuer certificate" in refusal(
         encrypted, tls=folder / "untrusted.pem"

@@ -15,9 +15,11 @@ CamserveError
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -53,6 +55,10 @@ _NOT_HANDLED = grpc.StatusCode.CANCELLED, "CANCELLED"
 # gRPC's details of a response that a proxy cut off, usually because its server died: HAProxy resets the stream with
 # CANCEL, or ends it without a status.
 _CUT_OFF = ("Stream removed", "Received RST_STREAM")
+# gRPC tries every address of a name, and its details have the failure of the last one only.
+_LAST_ADDRESS = re.compile(r"last error: \w+: ipv[46]:(\S+): ")
+_CLOSED = "Socket closed (it closed the connection: it may want TLS, or a certificate of yours)"
+_REFUSED = "Connection refused"
 # Details of gRPC itself, and what they mean here. The asynchronous client detects both cases without them.
 _GRPC_DETAILS = {
     "Channel closed!": CLIENT_CLOSED_DURING_CALL,
@@ -104,7 +110,8 @@ class CamserveError(Exception):
     def __str__(self) -> str:
         other_faults = [f"{name}: {fault}" for name, fault in self.fields.items() if fault not in self.message]
         fields = f" ({'; '.join(other_faults)})" if other_faults else ""
-        request = f" [request {self.request_id}]" if self.request_id else ""
+        # The message of an internal error names the request id itself.
+        request = f" [request {self.request_id}]" if self.request_id not in self.message else ""
         return printable(f"{self.message}{fields}{request}")  # a traceback shows it on a terminal
 
 
@@ -344,7 +351,7 @@ def _translate(error: grpc.RpcError, address: str, request_id: str) -> CamserveE
         return StatusLost(f"the response of the server at {address} was cut off", request_id=request_id)
     retry_after = _to_seconds(trailers.get(PUSHBACK_TRAILER))
     details = ErrorDetails(status.request_id or request_id, status.fields, retry_after, status.reason)
-    return make(error.code(), _to_readable(error.details() or "", address), details)
+    return make(error.code(), to_readable(error.details() or "", address), details)
 
 
 def _is_cut_off(error: grpc.RpcError) -> bool:
@@ -385,7 +392,7 @@ def _to_text(value: str | bytes | None) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value or ""
 
 
-def _to_readable(details: str, address: str) -> str:
+def to_readable(details: str, address: str) -> str:
     """Rephrase a message of gRPC itself; return other messages unchanged."""
     if details.startswith("failed to connect to all addresses"):
         return _connection_failure(details, address)
@@ -402,5 +409,18 @@ def _connection_failure(details: str, address: str) -> str:
         return f"{address} has a certificate for another name: if that is expected, name it by tls_name, or --tls-name"
     reason = details.rpartition(": ")[2]
     if reason == "Socket closed":
-        reason += " (it closed the connection: it may want TLS, or a certificate of yours)"
+        reason = _CLOSED
+    last = _LAST_ADDRESS.search(details)
+    if last and reason == _REFUSED and not address.endswith(unquote(last[1])):
+        reason += f" at {unquote(last[1])}"
     return f"no server answers at {address}: {reason}"
+
+
+def more_telling(earlier: CamserveError | None, error: CamserveError) -> CamserveError:
+    """Return the error that tells more about why a call failed: that of an earlier try, or the last one.
+
+    A name such as localhost can have several addresses. In one try gRPC reports the address at which a server closed
+    the connection, in the next one the address at which there is no server. The first of them tells more.
+    """
+    closed = earlier is not None and _CLOSED in earlier.message
+    return earlier if earlier is not None and closed and f": {_REFUSED} at " in error.message else error

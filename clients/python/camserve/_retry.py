@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from camserve._errors import STARTING, InvalidArgument
+from camserve._errors import STARTING, InvalidArgument, more_telling
 
 if TYPE_CHECKING:
     from camserve._errors import CamserveError
@@ -91,13 +91,18 @@ def too_large(error: CamserveError) -> bool:
 
 
 class CallAttempts:
-    """Count and remaining time of one call's tries, which share the call's deadline."""
+    """Count and remaining time of one call's tries, which share the call's deadline.
+
+    Attributes:
+        error: The error of the call: that of the last try, or of an earlier one that tells more.
+    """
 
     def __init__(self, retry: Retry, timeout: float) -> None:
         self._retry = retry
         self._deadline = time.monotonic() + timeout
         self._tries = 0
         self._may_switch = True
+        self.error: CamserveError | None = None
 
     def start(self) -> float | None:
         """Start a try; return its timeout in seconds, or None for no limit."""
@@ -112,6 +117,7 @@ class CallAttempts:
             elsewhere: True if the next try uses another connection, which has not failed. The first such try is made
                 at once.
         """
+        self.error = more_telling(self.error, error)
         self._tries += not is_starting(error)
         pause = self._retry.pause(self._tries, error)
         if pause is not None and elsewhere and self._may_switch:
@@ -135,11 +141,12 @@ class StreamAttempts:
         self._timeout = timeout
         self._breaks = 0
         self._starting_since = 0.0
+        self._error: CamserveError | None = None
         self.wait_for_start = False
 
     def succeeded(self) -> None:
         """Reset the count after a response."""
-        self._breaks, self.wait_for_start = 0, False
+        self._breaks, self.wait_for_start, self._error = 0, False, None
 
     def pause(self, error: CamserveError) -> float:
         """Return the seconds before the next stream.
@@ -148,6 +155,7 @@ class StreamAttempts:
             CamserveError: No retry is left, or the server does not start in time.
         """
         now = time.monotonic()
+        self._error = more_telling(self._error, error)
         if not is_starting(error):
             self._breaks += 1
         elif not self.wait_for_start:
@@ -156,5 +164,5 @@ class StreamAttempts:
         waited = now - self._starting_since if self.wait_for_start else 0.0
         pause = self._retry.pause(self._breaks, error)
         if pause is None or waited + pause > self._timeout:
-            raise error
+            raise self._error
         return pause

@@ -550,6 +550,11 @@ _target_option = click.option(
     help="Run as a resumable job, for many photos, with the results as Parquet in DIR.",
 )
 @click.option(
+    "--retry-failed",
+    is_flag=True,
+    help="With --resume: explain photos again whose row has an error.",
+)
+@click.option(
     "--column",
     default="",
     metavar="NAME",
@@ -570,6 +575,7 @@ def explain(  # noqa: PLR0913 -- every one is an option of the command
     connect: Connect,
     *,
     resume: bool,
+    retry_failed: bool,
     column: str,
     dry_run: bool,
     allow_outside: bool,
@@ -582,10 +588,14 @@ def explain(  # noqa: PLR0913 -- every one is an option of the command
     With --resume, PATH can also be a Parquet file or a URI such as s3://BUCKET/PREFIX. To continue an interrupted
     job, run the same command again. The results have each photo once.
     """
+    if retry_failed and not resume:
+        raise click.UsageError("--retry-failed needs --resume")
     if resume:
         with _as_usage_errors():
             photos = dataset.Photos(paths, column, str(output), allow_outside=allow_outside)
-        return _print_cost(photos, connect, flags) if dry_run else _run_job(photos, output, connect, flags)
+        if dry_run:
+            return _print_cost(photos, connect, flags)
+        return _run_job(photos, output, connect, flags, retry_failed=retry_failed)
     with _as_usage_errors():
         images, skipped = _files.images_in(paths, output, allow_outside=allow_outside)
     for path in skipped:
@@ -636,7 +646,7 @@ def _explain_images(images: list[Path], output: Path, connect: Connect, flags: E
     return FAILED if failed else 0
 
 
-def _run_job(photos: dataset.Photos, output: Path, connect: Connect, flags: ExplainFlags) -> int:
+def _run_job(photos: dataset.Photos, output: Path, connect: Connect, flags: ExplainFlags, *, retry_failed: bool) -> int:
     with _as_usage_errors():
         spec = job_spec(flags)
         client = connect()
@@ -647,8 +657,11 @@ def _run_job(photos: dataset.Photos, output: Path, connect: Connect, flags: Expl
             total = sum(1 for _ in photos)
         if not total:
             raise click.UsageError(f"no images in {photos}")
+        if retry_failed:
+            dataset.remove_failed(store, photos)
         with dataset.progress_bar(total) as update:
             tally = dataset.run(client, photos, store, spec, update)
+            update(tally)  # also if nothing was left to explain
     echo(job_summary(tally, str(output)))
     return FAILED if tally.left else 0
 
@@ -670,8 +683,12 @@ def job_spec(flags: ExplainFlags) -> dataset.JobSpec:
 def job_summary(tally: dataset.Tally, output: str) -> str:
     """Return a text with the outcome of a job: the numbers of photos, and the folder with the results."""
     before = f" ({tally.before:,} by earlier runs)" if tally.before else ""
-    failed = f" {tally.failed:,} failed in this run: their rows have the errors." if tally.failed else ""
-    done = f"{tally.total:,} photos are done{before}. The results are in {output}/results, as Parquet.{failed}"
+    outcome = hint = ""
+    if failed := tally.failed + tally.failed_before:
+        earlier = f" ({tally.failed_before:,} in earlier runs)" if tally.failed_before else ""
+        outcome = f": {tally.total - failed:,} explained, {failed:,} failed{earlier}"
+        hint = " The rows of failed photos have the errors; --retry-failed tries these photos again."
+    done = f"{tally.total:,} photos are done{before}{outcome}. The results are in {output}/results, as Parquet.{hint}"
     left = f"\n{tally.left:,} photos are left for the next run. The last error: {tally.why}" if tally.left else ""
     return done + left
 
@@ -885,8 +902,8 @@ def diff(
 
     PATH is a photo, a folder of photos, or a glob in quotes. Both models explain the class that the baseline predicts.
     The differences are compared with those that noise makes, and with those that random weights make. DIR gets
-    index.html, report.json and junit.xml. The exit code is 0 if the models look at the same, 1 if they differ, and 2 if
-    they could not be compared.
+    index.html, report.json and junit.xml. The exit code is 0 if the models look at the same places, 1 if they differ,
+    and 2 if they could not be compared.
 
     A baseline in a folder needs no model. --accept records it.
     """

@@ -47,6 +47,7 @@ class Job:
         output: folder of the results, as a path or a URI that all machines can write to.
         run: ID of this run.
         allow_outside: True to read photos outside of the given folders.
+        retry_failed: True to explain photos again whose row has an error.
     """
 
     settings: Mapping[str, Any]
@@ -56,6 +57,7 @@ class Job:
     output: str
     run: str
     allow_outside: bool = False
+    retry_failed: bool = False
 
     @staticmethod
     def new(settings: Mapping[str, Any], paths: Sequence[str], column: str, output: str, options: Any) -> "Job":
@@ -67,9 +69,9 @@ class Job:
         absolute = tuple(path if "://" in path else str(Path(path).absolute()) for path in paths)
         folder = output if "://" in output else str(Path(output).absolute())
         options = {"model": None, **options}
-        allow_outside = options.pop("allow_outside", False)
+        allow_outside, retry_failed = options.pop("allow_outside", False), options.pop("retry_failed", False)
         spec = job_spec(cast("Any", options))
-        return Job(settings, spec, absolute, column, folder, uuid.uuid4().hex, allow_outside)
+        return Job(settings, spec, absolute, column, folder, uuid.uuid4().hex, allow_outside, retry_failed)
 
     def photos(self, excluded: str = "") -> dataset.Photos:
         """Return the photos, without those in an excluded folder."""
@@ -144,13 +146,10 @@ def start_run(job: Job) -> tuple[list[str], dataset.Tally]:
     store.write(RUN, job.run.encode())
     if previous_run:
         time.sleep(GRACE_PERIOD)
-    completed, remaining = dataset.completed(store), list[str]()
-    for key in job.photos(job.output):
-        if completed.add(key):
-            remaining.append(key)
-        else:
-            tally.before += 1
-    return remaining, tally
+    photos = job.photos(job.output)
+    if job.retry_failed:
+        dataset.remove_failed(store, photos)
+    return list(dataset.skip_completed(photos, store, tally)), tally
 
 
 def _describe_model(settings: Mapping[str, Any]) -> Model:

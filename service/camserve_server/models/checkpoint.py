@@ -30,8 +30,18 @@ CHUNK = 2**17  # bytes per read; at most the `metadata_bytes` of any model
 LEGACY_MAGIC, LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001
 """The first two values in a file that torch before 1.6 wrote."""
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""First bytes of the small text file that Git has in place of a file in Git LFS."""
+
 SAFETENSORS = frozenset(STORAGES.values()) - {torch.complex64, torch.complex128}
 """Data types that are read from a .safetensors file. load_state_dict would round or truncate others silently."""
+
+
+class LfsPointerError(CorruptFileError):
+    """A file is a Git LFS pointer: the text that Git has in place of the weights."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path.name} is a Git LFS pointer, not the weights: run `git lfs pull`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +95,27 @@ def load(path: Path, budget: SizeBudget, sha256: str = "", folder: str = "") -> 
 
     Raises:
         CorruptFileError: the file has another format, is damaged, or exceeds the budget.
+        LfsPointerError: it is a Git LFS pointer.
     """
     try:
         with _open(path, folder) as file:
+            refuse_lfs_pointer(file, path)
             return _read(file, budget, sha256, is_safetensors=path.suffix == ".safetensors")
     except CorruptFileError:
         raise
     except Exception as error:  # parsers raise errors of many types for damaged data
         raise CorruptFileError(f"the file is truncated or damaged ({type(error).__name__})") from error
+
+
+def refuse_lfs_pointer(file: BinaryIO, path: Path) -> None:
+    """Check that a file that was just opened is not a Git LFS pointer.
+
+    Raises:
+        LfsPointerError: it is one.
+    """
+    if file.read(len(LFS_POINTER)) == LFS_POINTER:
+        raise LfsPointerError(path)
+    file.seek(0)
 
 
 @contextmanager

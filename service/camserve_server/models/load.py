@@ -312,6 +312,8 @@ def _read_weights(spec: ModelSpec, module: nn.Module) -> str:
         state, prefix = _without_prefix(checkpoint.load(path, budget, spec.sha256, spec.model_folder), module)
         module.load_state_dict(stem.adapt_state(state, module, spec.channels))
         _check_finite(module)
+    except checkpoint.LfsPointerError as error:
+        raise ConfigError(f"model {spec.name}: {error}") from error
     except Exception as error:  # also from load_state_dict, and from a module's own way of loading
         # The log has the whole path. The error may reach a caller, so it has the file's name without the folder.
         raise ConfigError(

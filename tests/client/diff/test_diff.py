@@ -109,7 +109,7 @@ def test_models_that_look_at_the_same_are_the_same(diff: Any, out: Path, looks: 
     done = diff()
 
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout.startswith("large and tiny look at the same on 12 photos\n")
+    assert done.stdout.startswith("large and tiny look at the same places on 12 photos\n")
     assert {name.name for name in out.iterdir()} == {*OUTPUTS, "recordings", ".lock"}
     assert names(looks, photos, "tiny") == names(looks, photos, "large") == sorted(p.name for p in photos.iterdir())
     assert report(out)["changed"] is False
@@ -256,7 +256,7 @@ REFUSED: dict[str, tuple[Change, tuple[str, ...], str]] = {
     "changed photo": (lambda _, photos: write_photo(photos / "003.png", 99), (), "003.png is not the same as in"),
     "missing photos": (delete_photos, (), "003.png, 004.png are in"),
     "new photo": (lambda _, photos: write_photo(photos / "new.png", 99), (), "new.png is not in"),
-    "no header": (delete("recording.json"), (), "is no baseline: it has no recording.json"),
+    "no header": (delete("recording.json"), (), "is not a baseline: it has no recording.json"),
     "no calibration": (delete("calibration.json"), (), "has no calibration"),
     "damaged header": (damage("recording.json", b""), (), "recording.json is damaged"),
     "damaged photos": (damage("photos.jsonl", b"{}\n"), (), "photos.jsonl, line 1, is damaged"),
@@ -419,8 +419,8 @@ def test_report_that_cannot_be_made_leaves_no_part_of_it(diff: Any, out: Path, m
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--baseline", "tiny", "--candidate", "other/"), "other is no baseline: it has no recording.json"),
-        (("--baseline", "other/", "--candidate", "large"), "other is no baseline: it has no recording.json"),
+        (("--baseline", "tiny", "--candidate", "other/"), "other is not a baseline: there is no such folder"),
+        (("--baseline", "other/", "--candidate", "large"), "other is not a baseline: there is no such folder"),
         (("--baseline", "tiny@127.0.0.1:1", "--candidate", "large", "--timeout", "0.2"), "127.0.0.1:1"),
         (("--method", "gradcam", "--method", "gradcam"), "named twice"),
         (("--top-k", "99"), "top_k: 99 is not between 1 and 16"),
@@ -559,7 +559,7 @@ def test_each_side_may_have_a_server_of_its_own(diff: Any, server: Any, monkeypa
     done = diff(*sides)
 
     assert done.exit_code == 0, done.output
-    assert done.stdout.startswith(f"large@{server.address} and tiny@{server.address} look at the same")
+    assert done.stdout.startswith(f"large@{server.address} and tiny@{server.address} look at the same places")
 
 
 def test_summary_is_appended(diff: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -569,7 +569,11 @@ def test_summary_is_appended(diff: Any, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "no" / "summary.md"))
     assert diff().exit_code == 0
 
-    assert (tmp_path / "summary.md").read_text().startswith("before\n## large and tiny look at the same on 12 photos\n")
+    assert (
+        (tmp_path / "summary.md")
+        .read_text()
+        .startswith("before\n## large and tiny look at the same places on 12 photos\n")
+    )
 
 
 def test_second_run_in_a_folder_is_refused(diff: Any, looks: Looks, out: Path, baseline: Path) -> None:

@@ -125,7 +125,7 @@ class Calls:
             except CamserveError as error:
                 pause = attempts.pause(error, elsewhere=pool.report_failure(connection, error))
                 if pause is None:
-                    raise
+                    raise attempts.error or error  # noqa: B904 -- each has its own cause
                 self._notice_start(waiting=is_starting(error) and pause > 0)
             finally:
                 await transport.release(pool, connection)

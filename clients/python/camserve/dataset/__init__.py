@@ -19,7 +19,20 @@ machines uses the functions that ``run`` calls: ``completed`` returns the photos
 explains some of the others, and ``write_results`` marks them as done. docs/datasets.md describes a job's folder.
 """
 
-from camserve.dataset.job import JobSpec, KeySet, Rows, Tally, completed, explain, open_job, run, write_results
+from camserve.dataset.job import (
+    JobSpec,
+    KeySet,
+    Rows,
+    Tally,
+    completed,
+    explain,
+    failed,
+    open_job,
+    remove_failed,
+    run,
+    skip_completed,
+    write_results,
+)
 from camserve.dataset.photos import Key, Photos, exists
 from camserve.dataset.progress import progress_bar
 from camserve.dataset.rows import Outputs, schema
@@ -38,10 +51,13 @@ __all__ = [
     "completed",
     "exists",
     "explain",
+    "failed",
     "locked",
     "open_job",
     "progress_bar",
+    "remove_failed",
     "run",
     "schema",
+    "skip_completed",
     "write_results",
 ]

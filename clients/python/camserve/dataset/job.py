@@ -89,6 +89,7 @@ class Tally:
         failed: Photos that this run could not explain because of the photo; their rows have the error.
         left: Photos that the server failed to explain; the next run tries them again.
         why: The error of the last photo that was left.
+        failed_before: Photos of ``before`` whose rows have an error.
     """
 
     before: int = 0
@@ -96,6 +97,7 @@ class Tally:
     failed: int = 0
     left: int = 0
     why: str = ""
+    failed_before: int = 0
 
     @property
     def total(self) -> int:
@@ -123,14 +125,18 @@ class KeySet:
 
     def add(self, key: Key) -> bool:
         """Add a photo; return True if it is new."""
-        digest = _hash_key(key).rstrip(b"\0")  # NumPy strips trailing zeros too
-        if digest in self._new or self._is_merged(digest):
+        if key in self:
             return False
-        self._new.add(digest)
+        self._new.add(_digest(key))
         if len(self._new) >= MERGE_SIZE:
             new = np.array(list(self._new), "S16")
             self._merged, self._new = np.sort(np.concatenate([self._merged, new])), set()
         return True
+
+    def __contains__(self, key: Key) -> bool:
+        """Return True if a photo was added."""
+        digest = _digest(key)
+        return digest in self._new or self._is_merged(digest)
 
     def _is_merged(self, digest: bytes) -> bool:
         index = int(np.searchsorted(self._merged, np.array(digest, self._merged.dtype)))
@@ -139,6 +145,10 @@ class KeySet:
 
 def _hash_key(key: Key) -> bytes:
     return hashlib.blake2b(_key_text(key).encode(), digest_size=16).digest()
+
+
+def _digest(key: Key) -> bytes:
+    return _hash_key(key).rstrip(b"\0")  # NumPy strips trailing zeros too
 
 
 def _key_text(key: Key) -> str:
@@ -182,6 +192,47 @@ def completed(store: Store) -> KeySet:
     return photos
 
 
+def failed(store: Store) -> KeySet:
+    """Return the photos whose rows have an error, from earlier runs."""
+    photos = KeySet()
+    for part in store.names(RESULTS_FOLDER, ".parquet"):
+        for key in _failed_keys(store, part):
+            photos.add(key)
+    return photos
+
+
+def _failed_keys(store: Store, part: str) -> list[Key]:
+    """Return the photos of a part of the results whose rows have an error."""
+    table = store.table(part, ["image", "error"])
+    keys: list[Key] = table.filter(table.column("error").is_valid()).column("image").to_pylist()
+    return keys
+
+
+def remove_failed(store: Store, photos: Iterable[Key]) -> None:
+    """Remove the rows with an error of these photos from the results, so that the next run explains them again.
+
+    Each part is replaced by one without these rows. If this is interrupted, the photos whose rows were
+    removed are not done.
+
+    Args:
+        store: The job's folder.
+        photos: Photos of the job. Rows of other photos are kept.
+    """
+    existing, removed = failed(store), KeySet()
+    for key in photos:
+        if key in existing:
+            removed.add(key)
+    for part in store.names(RESULTS_FOLDER, ".parquet"):
+        if any(key in removed for key in _failed_keys(store, part)):
+            table = store.table(part)
+            columns = zip(table.column("image").to_pylist(), table.column("error").to_pylist(), strict=True)
+            kept = table.filter([error is None or image not in removed for image, error in columns])
+            if kept.num_rows:
+                store.write(part, _to_parquet(kept), lasting=True)
+            else:
+                store.remove(part)
+
+
 def write_results(store: Store, done: Sequence[Rows], batch: Iterable[Key] = ()) -> None:
     """Write the rows of photos as one Parquet file, which marks these photos as done.
 
@@ -199,9 +250,13 @@ def write_results(store: Store, done: Sequence[Rows], batch: Iterable[Key] = ())
     name = hashlib.blake2b("\n".join(keys).encode(), digest_size=12).hexdigest()
     schema = rows.schema(regions="regions" in done[0][0])
     table = arrow("").Table.from_pylist([row for photo_rows in done for row in photo_rows], schema=schema)
+    store.write(f"{RESULTS_FOLDER}/part-{name}.parquet", _to_parquet(table), lasting=True)
+
+
+def _to_parquet(table: Any) -> bytes:
     file = io.BytesIO()
     arrow("parquet").write_table(table, file, compression="zstd")
-    store.write(f"{RESULTS_FOLDER}/part-{name}.parquet", file.getvalue(), lasting=True)
+    return file.getvalue()
 
 
 def explain(
@@ -394,7 +449,7 @@ def run(
             that are done stay done.
     """
     tally, part = Tally(), _ResultsPart(store)
-    keys = _skip_completed(photos, completed(store), tally)
+    keys = skip_completed(photos, store, tally)
     try:
         for outcome in explain(client, photos, keys, store, spec):
             if not isinstance(outcome, CamserveError):
@@ -406,10 +461,18 @@ def run(
     return tally
 
 
-def _skip_completed(photos: Photos, seen: KeySet, tally: Tally) -> Generator[Key, None, None]:
-    """Yield the photos that are not done, each once; count the others."""
+def skip_completed(photos: Iterable[Key], store: Store, tally: Tally) -> Generator[Key, None, None]:
+    """Yield the photos that are not done, each once; count the others.
+
+    Args:
+        photos: Photos of the job.
+        store: The job's folder.
+        tally: The tally whose ``before`` and ``failed_before`` are counted.
+    """
+    seen, failed_before = completed(store), failed(store)
     for key in photos:
         if seen.add(key):
             yield key
         else:
             tally.before += 1
+            tally.failed_before += key in failed_before

@@ -33,6 +33,7 @@ def progress_bar(total: int) -> Generator[Callable[[Tally], None], None, None]:
         task = bar.add_task("explaining", total=total, failed="")
 
         def update(tally: Tally) -> None:
-            bar.update(task, completed=tally.total, failed=f"{tally.failed} failed" if tally.failed else "")
+            failed = tally.failed + tally.failed_before
+            bar.update(task, completed=tally.total, failed=f"{failed} failed" if failed else "")
 
         yield update

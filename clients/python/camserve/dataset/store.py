@@ -96,6 +96,14 @@ class Store:
             with self._fs.open_output_stream(path) as stream:
                 stream.write(data)
 
+    def remove(self, name: str) -> None:
+        """Remove a file.
+
+        Raises:
+            OSError: The file cannot be removed.
+        """
+        self._fs.delete_file(self.path(name))
+
     def _create_folder(self, folder: str) -> None:
         if folder not in self._created_folders:
             if self._local and not Path(folder).resolve().is_relative_to(Path(self._root).resolve()):

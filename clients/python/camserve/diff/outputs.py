@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from camserve.diff.values import Answer, Case, Group, Interval, Report
 
 FORMAT: Final = "camserve diff 1"
-CHECK_HEADINGS: Final = ("method", "layer", "maps", "rank correlation", "own maps", "random weights", "elsewhere", "")
+CHECK_HEADINGS: Final = ("method", "layer", "maps", "rank correlation", "floor", "ceiling", "nearer to ceiling", "")
 GROUP_HEADINGS: Final = ("finding", "", "photos", "worst")
 
 _EXAMPLES = 3  # photos that are named for each group
@@ -32,7 +32,7 @@ def headline(report: Report) -> str:
     photos = f"{report.photos:,} photos"
     if report.changed:
         return f"{names} differ on {photos}"
-    return f"{names} look at the same on {photos}"
+    return f"{names} look at the same places on {photos}"
 
 
 def left_out(report: Report) -> str:

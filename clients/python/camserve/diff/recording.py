@@ -332,7 +332,8 @@ def read_header(folder: Path) -> Header:
         with _readable(path), _local.open_regular(path) as file:
             content = json.loads(file.read())
     except FileNotFoundError as error:
-        raise InvalidArgument(f"{folder} is no baseline: it has no {HEADER_FILE}") from error
+        fault = f"it has no {HEADER_FILE}" if folder.is_dir() else "there is no such folder"
+        raise InvalidArgument(f"{folder} is not a baseline: {fault}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict):

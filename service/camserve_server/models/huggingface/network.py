@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from camserve_server.core.errors import ConfigError
+from camserve_server.models import checkpoint
 from camserve_server.models.huggingface.folder import one_line
 from camserve_server.models.spec import ModelSpec
 
@@ -127,6 +128,8 @@ def check_weights(kind: Any, config: Any, files: Sequence[Path], spec: ModelSpec
 
 def _numbers_in(file: Path) -> int:
     """Return the number of numbers in a file of weights, from its header."""
+    with file.open("rb") as stream:
+        checkpoint.refuse_lfs_pointer(stream, file)
     with safetensors.safe_open(file, "pt") as tensors:
         return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118 -- no mapping
 
