@@ -669,12 +669,12 @@ PAGE = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text(encoding="
 
 def test_python_of_the_page_runs_as_printed(address, photos, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "dataset.run(" in block)
 
     exec(code.replace("localhost:50051", address), {})  # noqa: S102 -- the page's own code
 
     assert capsys.readouterr().out == "5 2 0\n"
-    assert len(rows(tmp_path / "out")) == len(list(photos.rglob("*.[pj]*g")))
+    assert len(rows(tmp_path / "out-python")) == len(list(photos.rglob("*.[pj]*g")))
 
 
 def test_page_lists_every_column():
