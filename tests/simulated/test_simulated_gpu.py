@@ -121,7 +121,7 @@ def test_half_precision_gives_the_map_of_the_cpu_in_the_same_precision(pair, pre
         FinerTarget(5),
         FinerTarget(5, (1, 2)),
         ProbabilityTarget(7),
-        SimilarityTarget(),
+        SimilarityTarget(image=noise(9, 64)),  # similarity to itself has a gradient of zero: maps of rounding errors
     ],
     ids=str,
 )
