@@ -136,16 +136,6 @@ def test_target_of_a_classifier_gives_the_maps_of_the_cpu(pair, target, name):
     check_equal(finding(gpu).heatmap, lambda model: finding(model).heatmap, cpu)
 
 
-def test_similarity_to_another_image_gives_the_maps_of_the_cpu(pair):
-    cpu, gpu = pair(RESNET)
-    target = SimilarityTarget(image=noise(9, 64))
-
-    def answer(model):
-        return explain(model, noise(2, 64), job(model, ["gradcam"], [target])).explanations[0].heatmap
-
-    check_equal(answer(gpu), answer, cpu)
-
-
 @pytest.mark.parametrize("wanted", ["rank", "box", "class"])
 def test_segmentation_gives_the_maps_of_the_cpu(pair, wanted):
     cpu, gpu = pair(SEGMENTER)
