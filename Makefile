@@ -113,7 +113,7 @@ RUN = $(PATIENT) SKIPPED_FILE=.skipped$@ $(BIN)/python $(if $(COVERAGE),-m cover
 	@$(RUN) $(WHOLE)
 
 # Two parts that -j2 runs at the same time, about as long: much of the first one is waiting.
-WAITING = tests/robustness tests/e2e/test_page.py tests/test_front_benchmark.py tests/test_text_benchmark.py
+WAITING = tests/robustness tests/e2e/test_page.py $(patsubst %,tests/test_%_benchmark.py,front gpu text)
 
 test-slow: .slow-waiting .slow-others  ## run the tests marked slow: long searches, training of toy models, memory cgroups
 
