@@ -142,7 +142,8 @@ def with_links_of_the_site(text: str, folder: Path) -> str:
             return link[0]  # the site has a copy to download
         else:
             return f"{text}]({REPOSITORY}/{'tree' if path.is_dir() else 'blob'}/main/{name}"
-        return f"{'[' if text[1:] in {name, link['path'], path.name} else text}]({target}"
+        has_title = path.suffix == ".md" and text[1:] in {name, link["path"], path.name}
+        return f"{'[' if has_title else text}]({target}"
 
     return LINK.sub(rewritten, text)
 
