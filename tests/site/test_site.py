@@ -128,3 +128,9 @@ def test_code_has_a_button_that_copies_it(opened):
     page = opened("start/notebook.html")
 
     assert page.locator("div.highlight button.copybtn").count() == page.locator("div.highlight").count()
+
+
+def test_link_to_a_photo_has_its_name_as_text(opened):
+    page = opened("start/notebook.html")
+
+    assert page.locator("a[href$='cat.jpg']").first.inner_text() == "cat.jpg"
