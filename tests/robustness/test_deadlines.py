@@ -115,7 +115,7 @@ async def test_200_calls_that_wait_for_a_batch_end_at_their_deadlines(served, ex
 
     async def call(number):
         try:
-            await explain(requests[number % len(requests)], timeout=1)
+            await explain(requests[number % len(requests)], timeout=1)  # real timeout: the blocked worker answers none
         except grpc.aio.AioRpcError as error:
             return error.code()
         return grpc.StatusCode.OK

@@ -1,7 +1,5 @@
 """Health checks need no token, so a watcher must not delay the status for others or take all watches."""
 
-import asyncio
-
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -9,7 +7,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from camserve.v1 import explain_pb2, explain_pb2_grpc
 from camserve_server.api import health
 from robustness import http2_flood, nets
-from support import PHOTOS, serving
+from support import PHOTOS, serving, wait_in_loop_until
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -35,14 +33,8 @@ def request(service=""):
 
 async def start_watch(stub, service=""):
     """Start a watch; return the call and its first status."""
-    call = stub.Watch(request(service), timeout=30)
+    call = stub.Watch(request(service))
     return call, (await call.read()).status
-
-
-async def wait_until(condition):
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 -- another thread or gRPC changes it
-            await asyncio.sleep(0.01)
 
 
 async def unread_watch(port, count=1):
@@ -50,7 +42,7 @@ async def unread_watch(port, count=1):
     connection = http2_flood.Connection("127.0.0.1", port, http2_flood.NO_WINDOW)
     for _ in range(count):
         connection.send(WATCH, b"")
-    await wait_until(lambda: connection.statuses == count)  # headers need no window and are sent with the first status
+    await wait_in_loop_until(lambda: connection.statuses == count)  # headers need no window and are sent with the first status
     return connection
 
 
@@ -63,7 +55,7 @@ async def test_watcher_that_reads_nothing_delays_no_status(served, turns):
     for status in turns:
         servicer.set({"": status})
         statuses.append((await watching.read()).status)
-        assert (await stub.Check(request(), timeout=10)).status == status
+        assert (await stub.Check(request())).status == status
     attacker.socket.close()
 
     assert statuses == [NOT_SERVING, *turns]
@@ -82,11 +74,11 @@ async def test_one_address_cannot_take_all_watches(served, monkeypatch):
     _, port, stub = served
     monkeypatch.setattr(health, "MAX_WATCHERS_PER_ADDRESS", 4)
     attacker = await unread_watch(port, 4)
-    refused = stub.Watch(request(), timeout=10)
+    refused = stub.Watch(request())
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await refused.read()
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert (await stub.Check(request(), timeout=10)).status == NOT_SERVING
+    assert (await stub.Check(request())).status == NOT_SERVING
 
     monkeypatch.setattr(health, "address_of", lambda _peer: "another")
     _, first = await start_watch(stub)
@@ -95,7 +87,7 @@ async def test_one_address_cannot_take_all_watches(served, monkeypatch):
     monkeypatch.setattr(health, "MAX_WATCHERS", 5)
     monkeypatch.setattr(health, "address_of", lambda _peer: "a third")
     with pytest.raises(grpc.aio.AioRpcError):
-        await stub.Watch(request(), timeout=10).read()
+        await stub.Watch(request()).read()
     attacker.socket.close()
 
 
@@ -107,7 +99,7 @@ async def test_watch_with_a_long_name_or_unknown_field_is_refused(served):
 
     for message in (request(largest.service + "x"), unknown_field(health.MAX_MESSAGE_BYTES)):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Watch(message, timeout=10).read()
+            await stub.Watch(message).read()
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -121,14 +113,14 @@ async def test_ended_watch_makes_room_for_another(served, monkeypatch):
     for _ in range(3):
         call, _ = await start_watch(stub)
         call.cancel()
-        await wait_until(lambda: not servicer._watchers)
+        await wait_in_loop_until(lambda: not servicer._watchers)
 
 
 async def test_missing_service_is_unknown_until_it_exists(served):
     servicer, _, stub = served
     call, first = await start_watch(stub, "later")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Check(request("later"), timeout=10)
+        await stub.Check(request("later"))
     servicer.set({"later": SERVING})
 
     assert (first, (await call.read()).status) == (UNKNOWN, SERVING)
@@ -137,7 +129,7 @@ async def test_missing_service_is_unknown_until_it_exists(served):
 
 async def test_list_returns_the_status_of_every_service(served):
     _, _, stub = served
-    listed = await stub.List(health_pb2.HealthListRequest(), timeout=10)
+    listed = await stub.List(health_pb2.HealthListRequest())
 
     assert {name: reply.status for name, reply in listed.statuses.items()} == {"": NOT_SERVING, "liveness": SERVING}
 
@@ -149,8 +141,8 @@ def test_list_and_watch_need_no_token(tmp_path):
         grpc.insecure_channel(server.address) as channel,
     ):
         stub = health_pb2_grpc.HealthStub(channel)
-        listed = stub.List(health_pb2.HealthListRequest(), timeout=10).statuses
-        watched_status = next(iter(stub.Watch(request(), timeout=10))).status
+        listed = stub.List(health_pb2.HealthListRequest()).statuses
+        watched_status = next(iter(stub.Watch(request()))).status
 
     assert {reply.status for reply in listed.values()} == {SERVING}
     assert {"", "liveness", "camserve.v1.ExplainService"} <= set(listed)
@@ -168,10 +160,10 @@ def test_watches_do_not_use_up_the_memory_for_messages():
         sizes = (*[2**19] * 8, *(2**power for power in range(18, 11, -1)))
         watches, codes = [], set()
         for size in sizes:  # one by one: at once, some would be refused for lack of memory
-            watches.append(stub.Watch(request("x" * size), timeout=60))
+            watches.append(stub.Watch(request("x" * size)))
             codes.add(refusal(watches[-1]))
         photo = explain_pb2.ExplainRequest(image=PHOTOS["chelsea"].read_bytes())
-        answer = explain_pb2_grpc.ExplainServiceStub(channel).Explain(photo, timeout=60)
+        answer = explain_pb2_grpc.ExplainServiceStub(channel).Explain(photo)
 
     assert codes == {grpc.StatusCode.INVALID_ARGUMENT}
     assert answer.explanations

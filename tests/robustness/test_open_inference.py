@@ -1,7 +1,7 @@
 """Open Inference Protocol: lists, texts and numbers beyond their limits are refused before any work, and named."""
 
 import math
-import time
+import threading
 
 import grpc
 import pytest
@@ -113,10 +113,10 @@ def send(channel, rpc, request):
     packed = request.SerializeToString()
     try:
         if rpc == "ModelStreamInfer":
-            (reply,) = channel.stream_stream(fields.METHODS[rpc])(iter([packed]), timeout=60)
+            (reply,) = channel.stream_stream(fields.METHODS[rpc])(iter([packed]))
             message = inference_pb2.ModelStreamInferResponse.FromString(reply).error_message
             return message, None, error_checks.leaks(message, fields.texts(request))
-        channel.unary_unary(fields.METHODS[rpc])(packed, timeout=60)
+        channel.unary_unary(fields.METHODS[rpc])(packed)
     except grpc.RpcError as error:
         return error.code().name, error_checks.field_of(error), error_checks.faults(error, fields.texts(request))
     return "OK", None, []
@@ -212,25 +212,38 @@ def test_pixels_have_the_limits_of_a_photo(channel):
     request = inference_pb2.ModelInferRequest(raw_input_contents=[bytes(3 * 20_000)])
     request.inputs.add(name="image", datatype="UINT8", shape=[1, 20_000, 3])
     with pytest.raises(grpc.RpcError) as caught:
-        channel.unary_unary(fields.METHODS["ModelInfer"])(request.SerializeToString(), timeout=10)
+        channel.unary_unary(fields.METHODS["ModelInfer"])(request.SerializeToString())
 
     assert f"{LIMITS.side:,} on a side are accepted" in caught.value.details()
     assert error_checks.field_of(caught.value) == "inputs[0]"
 
 
-def test_idle_stream_and_invalid_message_end_the_call():
-    with (
-        serving(models=(nets.TINY,), device="cpu", threads=1, idle_seconds=0.3) as served,
-        grpc.insecure_channel(served.address) as channel,
-    ):
-        infer = channel.stream_stream(f"/{oip.NAME}/ModelStreamInfer")
-        silence = iter(lambda: time.sleep(5), None)
-        with pytest.raises(grpc.RpcError) as caught:
-            next(infer(silence, timeout=10))
-        idle = caught.value
-        with pytest.raises(grpc.RpcError) as caught:
-            next(infer(iter([b"\xff"]), timeout=10))
+STREAM_INFER = f"/{oip.NAME}/ModelStreamInfer"
 
-    assert (idle.code(), idle.details()) == (grpc.StatusCode.UNAVAILABLE, "the stream was idle for 0.3 s")
+
+def test_idle_stream_ends():
+    settings = {"idle_seconds": 0.1}  # real timeout: the stream sends nothing until the server has ended it
+    ended = threading.Event()
+    with (
+        serving(models=(nets.TINY,), device="cpu", threads=1, **settings) as served,
+        grpc.insecure_channel(served.address) as channel,
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        try:
+            next(channel.stream_stream(STREAM_INFER)(iter(ended.wait, True)))
+        finally:
+            ended.set()
+
+    assert (caught.value.code(), caught.value.details()) == (
+        grpc.StatusCode.UNAVAILABLE,
+        "the stream was idle for 0.1 s",
+    )
+    assert error_checks.faults(caught.value) == []
+
+
+def test_invalid_message_ends_a_stream(channel):
+    with pytest.raises(grpc.RpcError) as caught:
+        next(channel.stream_stream(STREAM_INFER)(iter([b"\xff"])))
+
     assert caught.value.details() == "the message is not a inference.ModelInferRequest"
     assert error_checks.faults(caught.value) == []

@@ -10,6 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from camserve_server.api import health, reflection
 from camserve_server.core import errors
 from robustness import error_checks
+from support import StoppedClock
 
 METHOD = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 Request = reflection_pb2.ServerReflectionRequest
@@ -33,7 +34,7 @@ def reflect(channel):
 
 
 def send(reflect, *requests):
-    replies = reflect(iter([request.SerializeToString() for request in requests]), timeout=60)
+    replies = reflect(iter([request.SerializeToString() for request in requests]))
     return [reflection_pb2.ServerReflectionResponse.FromString(reply) for reply in replies]
 
 
@@ -49,7 +50,7 @@ def test_hostile_requests_are_answered_without_internals(reflect):
 def test_too_long_request_is_refused_after_earlier_ones_are_answered(reflect):
     for field in ("file_by_filename", "file_containing_symbol", "all_extension_numbers_of_type", "host"):
         long = Request(**{field: "x" * health.MAX_MESSAGE_BYTES}).SerializeToString()
-        replies, received = reflect(iter([Request(list_services="").SerializeToString(), long]), timeout=60), []
+        replies, received = reflect(iter([Request(list_services="").SerializeToString(), long])), []
         with pytest.raises(grpc.RpcError) as caught:
             received.extend(replies)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -65,16 +66,21 @@ async def requests(count):
 
 
 async def test_idle_stream_is_ended():
-    servicer = reflection.ReflectionServicer(("any",), descriptor_pool.Default(), idle=0.05)
+    servicer = reflection.ReflectionServicer(("any",), descriptor_pool.Default(), idle=60)
     answers = servicer.ServerReflectionInfo(requests(3), None)
-    for _ in range(3):
-        assert (await anext(answers)).list_services_response.service
-    with pytest.raises(errors.Unavailable):
-        await anext(answers)
+    with StoppedClock() as clock:
+        for _ in range(3):
+            assert (await anext(answers)).list_services_response.service
+            clock.advance(59)
+        waiting = asyncio.ensure_future(anext(answers))
+        await asyncio.sleep(0)
+        clock.advance(60)
+        with pytest.raises(errors.Unavailable, match="idle for 60 s"):
+            await waiting
 
 
 def test_many_streams_of_requests_do_not_block_another(reflect):
     """All requests are answered, also one that is sent while the others are in progress."""
-    streams = [reflect(iter([request.SerializeToString() for request in HOSTILE]), timeout=60) for _ in range(20)]
+    streams = [reflect(iter([request.SerializeToString() for request in HOSTILE])) for _ in range(20)]
     assert len(send(reflect, Request(list_services=""))) == 1
     assert {len(list(replies)) for replies in streams} == {len(HOSTILE)}

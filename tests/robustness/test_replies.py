@@ -167,7 +167,7 @@ def process(monkeypatch):
     reading = threading.Thread(target=worker_process.read)
     reading.start()
     worker_process.process.connection.send_bytes(replies.serialize(Heartbeat()))
-    worker_process.ready.result(60)
+    worker_process.ready.result()
     yield worker_process
     worker_process.close()
     reading.join()
@@ -179,7 +179,7 @@ def test_worker_that_sends_an_invalid_message_is_ended(process, kind):
     process.process.connection.send_bytes(HOSTILE[kind])
 
     with pytest.raises(WorkerLost):
-        answer.result(60)
+        answer.result()
 
 
 @pytest.mark.parametrize("value", [None, "rows", (), RESULTS[:1], (*RESULTS[:1], INFO), RESULTS])
