@@ -18,7 +18,8 @@ from camserve_server.app.reserved_port import reserve
 from camserve_server.app.supervisor import Supervisor
 from camserve_server.core import config
 from camserve_server.core.errors import ConfigError
-from support import alive, wait_in_loop_until
+from metrics_port import metrics_port
+from support import StoppedClock, alive, wait_in_loop_until
 
 FAKE = """
 import json, os, signal, socket, sys
@@ -132,7 +133,7 @@ def run(tmp_path, monkeypatch):
     """Return a function that starts a supervisor whose processes follow a plan."""
     monkeypatch.setattr(supervisor_link, "PROGRAM", ("-S", "-c", FAKE, str(tmp_path)))
     monkeypatch.setattr(supervisor, "MAX_PAUSE", 0)
-    monkeypatch.setattr(supervisor, "STOP_TIMEOUT", 0.2)
+    monkeypatch.setattr(supervisor, "STOP_TIMEOUT", 3600)
 
     def begin(plan=GOOD, **flags):
         (tmp_path / "plan.py").write_text(plan)
@@ -260,13 +261,17 @@ async def test_process_that_lost_calls_makes_the_exit_code_1(run):
 async def test_process_that_does_not_stop_in_time_is_killed(run):
     async with run(GOOD.replace("os._exit(0)", "pass")) as running:
         await running.until_serving()
+        with StoppedClock() as clock:
+            stopping = asyncio.create_task(running.send_signal())
+            for received in (["open", "stop"], ["open", "stop", "stop"]):
+                await running.until(lambda now=received: running.received(0) == running.received(1) == now)
+                clock.advance(supervisor.STOP_TIMEOUT)
 
-        assert await running.send_signal() == 1
+            assert await stopping == 1
         assert running.received(0) == running.received(1) == ["open", "stop", "stop"]
 
 
-async def test_second_signal_stops_every_process_at_once(run, monkeypatch):
-    monkeypatch.setattr(supervisor, "STOP_TIMEOUT", 3600)
+async def test_second_signal_stops_every_process_at_once(run):
     plan = GOOD.replace("os._exit(0)", "stops.append(1)\n        if len(stops) == 2:\n            os._exit(1)")
     async with run("stops = []\n" + plan, drain_seconds=3600) as running:
         await running.until_serving()
@@ -287,30 +292,41 @@ async def test_signal_before_the_models_are_loaded_ends_all_with_0(run):
         assert not any(alive(pid) for number in range(2) for pid in running.pids(number))
 
 
-async def test_process_whose_event_loop_hangs_is_replaced(run, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(supervisor, "PING_INTERVAL", 0.02)
-    answers = "if number or attempt > 1 or not (folder / 'hang').exists():\n            send('pong')"
+async def test_process_whose_event_loop_hangs_is_replaced(run, caplog):
+    answers = "if number or attempt > 1:\n            send('pong')"
     async with run(GOOD.replace('send("pong")', answers)) as running:
         await running.until_serving()
-        (tmp_path / "hang").touch()
-        await running.until(lambda: len(running.pids(0)) > 1 and running.received(0).count("open") > 1)
+        servers, unanswered = running.supervisor._servers, []
+        hung = servers[0]
+        with StoppedClock() as clock:
+            for _ in range(supervisor.MAX_UNANSWERED):
+                unanswered.append(hung.unanswered)
+                clock.advance(supervisor.PING_INTERVAL)
+                await running.until(lambda: hung.unanswered == len(unanswered) and servers[1].unanswered == 0)
+            assert "a process hangs" not in caplog.messages
+            clock.advance(supervisor.PING_INTERVAL)
+            await running.until(lambda: running.received(0).count("open") == 2)
 
-    assert "a process hangs" in caplog.messages
+        assert caplog.messages.count("a process hangs") == 1
+        assert unanswered == list(range(supervisor.MAX_UNANSWERED))
+        assert [len(running.pids(number)) for number in range(2)] == [2, 1]
 
 
 async def test_first_process_of_a_container_collects_orphans(run, monkeypatch):
-    collected = []
-    monkeypatch.setattr(supervisor, "PING_INTERVAL", 0.01)
+    collected, pings = [], []
     monkeypatch.setattr(supervisor.process, "reap_orphans", collected.append)
+    monkeypatch.setattr(server_process.ServerProcess, "ping", lambda server: pings.append(server))
     async with run() as running:
         await running.until_serving()
-        await asyncio.sleep(0.05)
-        assert collected == []
-        monkeypatch.setattr(supervisor, "FIRST_PROCESS", os.getpid())
-        await running.until(lambda: collected)
-        own = {running.pids(0)[0], running.pids(1)[0]}
+        with StoppedClock() as clock:
+            clock.advance(supervisor.PING_INTERVAL)
+            await running.until(lambda: len(pings) == 2)
+            assert collected == []
+            monkeypatch.setattr(supervisor, "FIRST_PROCESS", os.getpid())
+            clock.advance(supervisor.PING_INTERVAL)
+            await running.until(lambda: len(pings) == 4)
 
-    assert collected[-1] == own
+        assert collected == [{running.pids(0)[0], running.pids(1)[0]}]
 
 
 async def change(running, number, operation, **arguments):
@@ -421,33 +437,32 @@ async def scrape(port):
     return await asyncio.to_thread(read)
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 async def test_metrics_of_all_processes_are_served_with_their_number(run):
-    port = free_port()
-    async with run(metrics_address=str(port)) as running:
-        await running.until_serving()
+    with metrics_port() as port:
+        async with run(metrics_address="0") as running:
+            await running.until_serving()
 
-        assert await scrape(port) == [
-            'camserve_rows_total{outcome="answered",process="0"} 10.0',
-            'camserve_rows_total{outcome="answered",process="1"} 11.0',
-            'camserve_process_up{process="0"} 1.0',
-            'camserve_process_up{process="1"} 1.0',
-            'camserve_process_restarts_total{process="0"} 0.0',
-            'camserve_process_restarts_total{process="1"} 0.0',
-        ]
+            assert await scrape(port()) == [
+                'camserve_rows_total{outcome="answered",process="0"} 10.0',
+                'camserve_rows_total{outcome="answered",process="1"} 11.0',
+                'camserve_process_up{process="0"} 1.0',
+                'camserve_process_up{process="1"} 1.0',
+                'camserve_process_restarts_total{process="0"} 0.0',
+                'camserve_process_restarts_total{process="1"} 0.0',
+            ]
 
 
-async def test_process_without_an_answer_is_left_out_of_the_metrics(run, monkeypatch):
-    monkeypatch.setattr(supervisor, "METRICS_TIMEOUT", 0.05)
-    port = free_port()
+async def test_process_without_an_answer_is_left_out_of_the_metrics(run):
     plan = GOOD.replace('kind == "metrics"', 'kind == "metrics" and number == 1')
-    async with run(plan, metrics_address=str(port)) as running:
-        await running.until_serving()
-        found = await scrape(port)
+    with metrics_port() as port:
+        async with run(plan, metrics_address="0") as running:
+            await running.until_serving()
+            with StoppedClock() as clock:
+                scraping = asyncio.create_task(scrape(port()))
+                silent, other = (running.supervisor._servers[number] for number in range(2))
+                await running.until(lambda: silent._waiting and not other._waiting)
+                clock.advance(supervisor.METRICS_TIMEOUT)
+                found = await scraping
 
     assert found[0] == 'camserve_rows_total{outcome="answered",process="1"} 11.0'
     assert 'camserve_process_up{process="0"} 1.0' in found

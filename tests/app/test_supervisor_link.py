@@ -16,6 +16,7 @@ import camserve
 import fork_server
 from camserve_server.app import control, sharing
 from camserve_server.app import server as app_server
+from camserve_server.app.reserved_port import reserve
 from camserve_server.core import config
 from support import TINY, alive, children, wait_until
 
@@ -27,9 +28,8 @@ class Server:
     """A server process and its control messages."""
 
     def __init__(self, folder, *, early=False, **flags):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._reserved = contextlib.ExitStack()
+        self.address = self._reserved.enter_context(reserve("127.0.0.1:0"))  # as the supervisor does
         given = {"address": self.address, "models": ("tiny=link_nets:tiny?size=32",), "threads": 2, **flags}
         settings = sharing.share(config.load(flags=given, environment={}), 2, cores=2)
         (folder / "link_nets.py").write_text(TINY)
@@ -69,6 +69,7 @@ class Server:
     def close(self):
         self._lines.close()
         self._socket.close()
+        self._reserved.close()
 
 
 @pytest.fixture
