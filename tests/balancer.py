@@ -11,7 +11,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from server_process import free_port
+from server_process import reserved_port
 from support import wait_until
 
 CONFIG = Path(__file__).parents[1] / "deploy/haproxy/haproxy.cfg"
@@ -90,7 +90,7 @@ class Balancer:
         return self._get("metrics").read().decode()
 
     def _get(self, path):
-        return urllib.request.urlopen(f"http://{self.status}/{path}", timeout=10)
+        return urllib.request.urlopen(f"http://{self.status}/{path}")
 
 
 def changed(*changes):
@@ -117,9 +117,9 @@ def balancer(folder, servers, *changes, dns="127.0.0.1:53", binary="haproxy"):
         The balancer, once it listens.
     """
     (folder / "haproxy.cfg").write_text(changed(*changes))
-    address, status = (f"127.0.0.1:{free_port()}" for _ in range(2))
-    variables = {"CAMSERVE_BIND": address, "CAMSERVE_STATUS_BIND": status, "CAMSERVE_SERVERS": servers}
-    with (folder / "haproxy.log").open("wb") as log:
+    with reserved_port() as port, reserved_port() as status_port, (folder / "haproxy.log").open("wb") as log:
+        address, status = f"127.0.0.1:{port}", f"127.0.0.1:{status_port}"
+        variables = {"CAMSERVE_BIND": address, "CAMSERVE_STATUS_BIND": status, "CAMSERVE_SERVERS": servers}
         process = subprocess.Popen(
             [binary, "-f", folder / "haproxy.cfg"],
             env=os.environ | variables | {"CAMSERVE_DNS": dns},
@@ -127,15 +127,15 @@ def balancer(folder, servers, *changes, dns="127.0.0.1:53", binary="haproxy"):
             stderr=log,
         )
 
-    def listens():
-        assert process.poll() is None, (folder / "haproxy.log").read_text()
-        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(status.rsplit(":", 1)):
-            return True
-        return False
+        def listens():
+            assert process.poll() is None, (folder / "haproxy.log").read_text()
+            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", status_port)):
+                return True
+            return False
 
-    try:
-        wait_until(listens)
-        yield Balancer(process.pid, address, status)
-    finally:
-        process.terminate()
-        process.wait(20)
+        try:
+            wait_until(listens)
+            yield Balancer(process.pid, address, status)
+        finally:
+            process.kill()  # it has nothing to finish
+            process.wait()

@@ -79,11 +79,12 @@ class Process:
         self.wait()
 
 
-def start(code, *arguments, cwd=None, stdout=None, stderr=None, pass_fds=()):
+def start(code, *arguments, cwd=None, environment=None, stdout=None, stderr=None, pass_fds=()):
     """Start a program, as `subprocess.Popen([sys.executable, "-c", code, *arguments])` does."""
     own_socket, child_socket = socket.socketpair()
     request = {"code": code, "arguments": list(map(str, arguments)), "cwd": str(cwd or Path.cwd())}
-    request |= {"environment": os.environ | NO_CACHE, "pass_fds": list(pass_fds)}
+    variables = dict(os.environ if environment is None else environment) | NO_CACHE
+    request |= {"environment": variables, "pass_fds": list(pass_fds)}
     with child_socket:
         standard = [1 if stdout is None else stdout, 2 if stderr is None else stderr]
         numbers = [

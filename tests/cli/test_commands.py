@@ -166,6 +166,7 @@ def test_serve_exits_with_0_after_a_signal(folder):
     assert code == 0
     assert len(reply.explanations) == 1
     assert [re.sub(r"^.{23} INFO (\S+).*", r"\1", line) for line in log.splitlines()] == [
+        "gRPC",
         "model",
         "serving",
         "Explain",

@@ -11,7 +11,7 @@ Sybil finds the blocks, and this module runs them:
 - `<!-- skip: next "reason" -->`: the next block is not run. Python is compiled, and commands of camserve are parsed.
 - `<!-- invisible-code-block: python` prepares what readers already have.
 
-The documented ports are replaced by free ones.
+The documented ports are replaced by those that the servers report.
 """
 
 import ast
@@ -23,7 +23,6 @@ import io
 import os
 import re
 import shlex
-import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -38,13 +37,10 @@ import camserve.cli
 import fork_server
 from camserve_server import Explainer
 from camserve_server.cli import commands
-from server_process import free_port
-from support import wait_until
+from server_process import server_process
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *(path for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts)]
-PORTS = {50051: "gRPC", 8080: "HTTP", 9464: "metrics"}
-"""Documented ports that the shared server listens on."""
 
 PROGRAMS = {"camserve": "from camserve.cli import main; main()", "camserve-server": fork_server.SERVER}
 GROUPS = {"camserve": camserve.cli.main, "camserve-server": commands.program}
@@ -53,6 +49,7 @@ OUTPUT_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 PORT = re.compile(
     r"(?P<before>\b(?:localhost|127\.0\.0\.1|0\.0\.0\.0):|--(?:http|metrics)-address[ =])(?P<port>\d{4,5})\b"
 )
+ADDRESS = re.compile(r"--(http-|metrics-|)address[ =]\S*?(\d+)(?!\S)")
 CLIENT = re.compile(r"""(Client\("localhost:50051")(?![^)]*timeout=)""")
 SERVE = re.compile(r"^((?:\w+=\S* )*camserve-server serve\b(?:\\\n|[^\n])*)$", re.MULTILINE)
 COMMAND = re.compile(r"^(?:\w+=\S* )*camserve.*$", re.MULTILINE)
@@ -61,45 +58,32 @@ SCRIPT = re.compile(r"[|&;<>$`*()\\]|^(?:cd|export|for|if|while) ", re.MULTILINE
 
 
 class Servers:
-    """Servers of a page by the port that its text names; each listens on a free port in its place."""
+    """Servers of a page; the port of each replaces the one that its text names."""
 
     def __init__(self):
-        self.ports, self._processes, self._stack = {}, {}, contextlib.ExitStack()
+        self.ports, self._running = {}, {}
 
     def start(self, words, folder):
         """Start `camserve-server` with these words, and wait until it serves."""
-        named = next((int(port) for port in re.findall(r"--address \S+:(\d+)", " ".join(words))), 50051)
-        if named in self._processes:  # a reader stops it before
-            stop(self._processes.pop(named))
-        for port in (named, *map(int, re.findall(r"--(?:http|metrics)-address[ =]\S*?(\d+)", " ".join(words)))):
-            self.ports[port] = free_port()
-        if "--address" not in words:
-            words = [*words, "--address", f"127.0.0.1:{named}"]
-        words = shlex.split(self.replaced(shlex.join(words)))
-        log = Path(self._stack.enter_context(tempfile.TemporaryDirectory())) / "log"
-        with log.open("wb") as file:
-            process = fork_server.start(fork_server.SERVER, *words, cwd=folder, stdout=file, stderr=file)
-        self._processes[named] = process
-
-        def serves():
-            assert process.poll() is None, f"camserve-server {shlex.join(words)}\n{log.read_text()}"
-            return " serving port=" in log.read_text()
-
-        wait_until(serves)
+        text = shlex.join(words)
+        named = {"": 50051} | {kind: int(port) for kind, port in ADDRESS.findall(text)}
+        if earlier := self._running.pop(named[""], None):  # a reader stops it before
+            earlier.close()
+        self.ports |= dict.fromkeys(named.values(), 0)
+        _, *flags = shlex.split(self.replaced(text))
+        self._running[named[""]] = stack = contextlib.ExitStack()
+        server = stack.enter_context(server_process((), *flags, forked=True, cwd=folder))
+        addresses = {"": "address", "http-": "http_address", "metrics-": "metrics_address"}
+        for kind, port in named.items():
+            self.ports[port] = getattr(server, addresses[kind]).rpartition(":")[2]
 
     def replaced(self, text):
         """Return a text of a page with the ports of these servers."""
         return PORT.sub(lambda found: found["before"] + str(self.ports.get(int(found["port"]), found["port"])), text)
 
     def stop(self):
-        for process in self._processes.values():
-            stop(process)
-        self._stack.close()
-
-
-def stop(process):
-    process.send_signal(signal.SIGTERM)
-    process.wait()
+        for stack in self._running.values():
+            stack.close()
 
 
 class Reader:

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import io
 import itertools
-import json
 import re
 import shutil
 import signal
@@ -20,12 +19,11 @@ from grpc_health.v1 import health, health_pb2_grpc
 from PIL import Image
 
 import camserve
-import fork_server
 import needs
 from balancer import HOST, PROCESSES, balancer, changed, dns_server
 from camserve.v1 import explain_pb2, explain_pb2_grpc
 from robustness.authority import Authority
-from server_process import free_port
+from server_process import reserved_port, server_process
 from support import PHOTOS, jpeg, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -59,39 +57,38 @@ def net():
     torch.manual_seed(0)
     return Net(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
 """
-FLAGS = "--model tiny=balanced_nets:net?size=32 --isolation thread --threads 1 --log-format json"
+MODEL = "tiny=balanced_nets:net?size=32"
+FLAGS = ("--isolation", "thread", "--threads", "1", "--log-format", "json")
+EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 -- no server listens there
 
 pytestmark = pytest.mark.skipif(not shutil.which("haproxy"), reason=needs.HAPROXY)
 
 
 class Server:
-    """A server on an address of the loopback network, with a folder of its own."""
+    """A server on an address of the loopback network, with a folder of its own.
 
-    def __init__(self, folder, host, port, flags=""):
-        self.folder, self.host, self.address, self._flags = folder, host, f"{host}:{port}", flags
+    Attributes:
+        address: its address, the same whenever it is started again.
+    """
+
+    def __init__(self, stack, folder, host, port, *flags):
+        self.folder, self.host, self.address = folder, host, f"{host}:{port}"
+        self._stack, self._flags = stack, (*FLAGS, "--address", self.address, *flags)
         folder.mkdir()
         (folder / "balanced_nets.py").write_text(NETS)
         self.start()
 
     def start(self):
-        with (self.folder / "log").open("a") as log:
-            self._process = fork_server.start(
-                fork_server.SERVER,
-                *f"serve --address {self.address} {FLAGS} {self._flags}".split(),
-                cwd=self.folder,
-                stdout=log,
-                stderr=log,
-            )
+        started = server_process((MODEL,), *self._flags, ready=False, forked=True, cwd=self.folder)
+        self._running = self._stack.enter_context(started)
 
     def end(self, which):
         """Send a signal; return the exit code."""
-        self._process.send_signal(which)
-        return self._process.wait(100)
+        return self._running.stop(which)
 
     def answers(self):
-        """Return the number of calls by their status."""
-        entries = map(json.loads, (self.folder / "log").read_text().splitlines())
-        return collections.Counter(entry["code"] for entry in entries if "code" in entry)
+        """Return the number of calls since the start by their status."""
+        return collections.Counter(entry["code"] for entry in self._running.entries() if "code" in entry)
 
     def has_entered(self):
         """Return True once the model computes a white photo."""
@@ -109,11 +106,10 @@ class Server:
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     """Two servers with one port. Each test leaves them running, and closed."""
-    folder, port = tmp_path_factory.mktemp("servers"), free_port()
-    running = [Server(folder / host, host, port) for host in ("127.0.0.2", "127.0.0.3")]
-    yield running
-    for server in running:
-        server.end(signal.SIGKILL)
+    folder = tmp_path_factory.mktemp("servers")
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(reserved_port(EVERY_ADDRESS))
+        yield [Server(stack, folder / host, host, port) for host in ("127.0.0.2", "127.0.0.3")]
 
 
 @contextlib.contextmanager
@@ -206,7 +202,7 @@ def test_calls_one_after_another_use_both_servers(servers, stub):
 def test_calls_of_a_triton_client_use_both_servers(servers, haproxy):
     def run():
         command = [TRITON, CALLS, haproxy.address, PHOTOS["rocket"]]
-        assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout == "30\n"
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "30\n"
 
     assert_even(answered(servers, run, 30), 30)
 
@@ -281,12 +277,11 @@ def test_silent_call_ends_only_by_the_timeout_for_a_server(tmp_path_factory, ser
 def test_connections_reach_their_age_and_no_call_of_our_client_fails(tmp_path):
     """HAProxy 2.6 cuts off a response in some of these cases. Our client sends the request again."""
     attempts = re.compile(r'^haproxy_server_connection_attempts_total{proxy="camserve",.*} (\d+)$', re.MULTILINE)
-    server = Server(tmp_path / "server", "127.0.0.4", free_port(), "--connection-age-seconds 0.3")
-    try:
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(reserved_port("127.0.0.4"))
+        server = Server(stack, tmp_path / "server", "127.0.0.4", port, "--connection-age-seconds", "0.3")
         with balanced(tmp_path, [server]) as haproxy, Callers(haproxy.address) as callers:
             wait_until(lambda: sum(map(int, attempts.findall(haproxy.metrics()))) > 12)  # 3 for each of the callers
-    finally:
-        server.end(signal.SIGKILL)
 
     assert set(callers.ours) == {OK}
     assert callers.plain[OK] > 0.9 * callers.plain.total()
@@ -453,7 +448,7 @@ def test_client_with_tls_is_served(tmp_path, servers, tls):
 
 @contextlib.contextmanager
 def serve_counting(port):
-    """Serve Explain with empty responses on a port that several servers share; yield the list of its requests."""
+    """Serve Explain with empty responses on a port that several servers share; yield it and the list of requests."""
     requests = []
 
     def explain(request, _context):
@@ -466,20 +461,19 @@ def serve_counting(port):
     server = grpc.server(ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 1)])
     explain_pb2_grpc.add_ExplainServiceServicer_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    server.add_insecure_port(f"127.0.0.1:{port}")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     try:
-        yield requests
+        yield port, requests
     finally:
         server.stop(None).wait()
 
 
 def test_calls_of_one_channel_use_every_process_of_a_shared_port(tmp_path):
     """The kernel assigns connections at random. With 800 calls on 100 connections, a quarter is 5 deviations away."""
-    port = free_port()
     with (
-        serve_counting(port) as first,
-        serve_counting(port) as second,
+        serve_counting(0) as (port, first),
+        serve_counting(port) as (_, second),
         balancer(tmp_path, f"127.0.0.1:{port}", *PROCESSES) as haproxy,
         plain_stub(haproxy.address) as stub,
         ThreadPoolExecutor(8) as threads,

@@ -13,7 +13,7 @@ import pytest
 from camserve import connect
 from http_calls import EXPLAIN, STREAM, post, request
 from robustness.authority import Authority
-from server_process import free_port, server_process
+from server_process import server_process
 from support import PHOTOS, serving
 
 ROOT = Path(__file__).parents[2]
@@ -175,8 +175,8 @@ def resident(pid):
 
 
 def test_memory_of_the_server_does_not_grow_with_the_calls():
-    port = free_port()
-    with server_process((SMALL,), "--threads", "1", "--http-address", str(port)) as server:
+    with server_process((SMALL,), "--threads", "1", "--http-address", "0") as server:
+        port = server.http_port
 
         def call(count):
             for _ in range(count):

@@ -256,11 +256,18 @@ class _Server:
         port = grpc_server.listen(self.grpc, settings.address, self.credentials)
         self.health.set_live()
         await self.grpc.start()
+        log.info("gRPC", extra=logs.fields(address=_with_port(settings.address, port)))
         if self.http:
             sockets = reserved_port.listen(settings.http_address, shared=settings.sharing > 1)
             await self.http.start(sockets)
             self.http_ready(sockets[0].getsockname()[1])
         return port
+
+
+def _with_port(address: str, port: int) -> str:
+    """Return an address with the port that was opened for it, which differs if the address names port 0."""
+    host = address.rpartition(":")[0]
+    return address if host == "unix" else f"{host}:{port}"
 
 
 def _http_server(border: grpc_server.Border, health: grpc_server.Health) -> "HttpServer":
@@ -386,8 +393,7 @@ def serve_in_thread(settings: Settings, specs: Mapping[str, ModelSpec] | None = 
     thread.start()
     loop, stop, port = started.result()
     try:
-        host = settings.address.rpartition(":")[0]
-        yield settings.address if host == "unix" else f"{host}:{port}"
+        yield _with_port(settings.address, port)
     finally:
         loop.call_soon_threadsafe(stop.requested.set)
         thread.join()
