@@ -31,7 +31,7 @@ GATE = SimpleNamespace(permits=math.inf)
 class Gate(nn.Module):
     def forward(self, x):
         while GATE.permits < 1:
-            time.sleep(0.001)
+            time.sleep(0.001)  # real timeout: it only polls, until the test gives a permit
         GATE.permits -= 1
         return x
 

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import threading
-import time
 from collections import Counter
 
 import grpc
@@ -17,6 +16,7 @@ from robustness import error_checks, nets
 from support import PHOTOS, serving, wait_until
 
 ROWS = 32
+OK, REFUSED = grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED
 PHOTO = PHOTOS["rocket"].read_bytes()
 
 
@@ -28,52 +28,45 @@ def secrets(tmp_path_factory):
     return path, {name: secret for name, (secret, _) in created.items()}
 
 
-@pytest.fixture(scope="module")
-def ask(secrets):
-    """Function that starts a call as a caller, to a server that takes at least 5 ms for each batch."""
+def test_greedy_caller_causes_no_refusal_of_a_modest_one(secrets):
+    """No row is computed meanwhile, so that the queue stays full."""
     path, known = secrets
-    with serving(models=(nets.TINY,), device="cpu", threads=1, max_queue_rows=ROWS, tokens_file=str(path)) as served:
-        (worker,) = served.pipeline.batcher._workers
-        run = worker.run
-
-        def slow(*batch):
-            time.sleep(0.005)
-            return run(*batch)
-
-        worker.run = slow
+    settings = {"models": (nets.TINY,), "device": "cpu", "threads": 1, "tokens_file": str(path)}
+    with serving(**settings, max_queue_rows=ROWS) as served, contextlib.ExitStack() as stack:
         # Separate connections, two for the greedy caller, because each one carries 100 calls at most.
-        with contextlib.ExitStack() as stack:
-            stubs = [
-                explain_pb2_grpc.ExplainServiceStub(
-                    stack.enter_context(grpc.insecure_channel(served.address, options=[("connection", number)]))
-                )
-                for number in range(3)
-            ]
-            stubs_of = {"modest": itertools.cycle(stubs[:1]), "greedy": itertools.cycle(stubs[1:])}
-            yield lambda caller: next(stubs_of[caller]).Explain.future(
-                explain_pb2.ExplainRequest(image=PHOTO),
-                metadata=(("authorization", f"Bearer {known[caller]}"),),
-                timeout=30,
+        stubs = [
+            explain_pb2_grpc.ExplainServiceStub(
+                stack.enter_context(grpc.insecure_channel(served.address, options=[("connection", number)]))
             )
+            for number in range(3)
+        ]
+        stubs_of = {"modest": itertools.cycle(stubs[:1]), "greedy": itertools.cycle(stubs[1:])}
 
+        def ask(caller, count):
+            metadata = (("authorization", f"Bearer {known[caller]}"),)
+            request = explain_pb2.ExplainRequest(image=PHOTO)
+            return [next(stubs_of[caller]).Explain.future(request, metadata=metadata) for _ in range(count)]
 
-def test_greedy_caller_causes_no_refusal_of_a_modest_one(ask):
-    codes, outstanding, wrong = Counter(), [], []
-    for _ in range(6):
-        outstanding += [ask("greedy") for _ in range(200 - len(outstanding))]
-        codes["modest", ask("modest").code()] += 1
-        for call in [call for call in outstanding if call.done()]:
-            codes["greedy", call.code()] += 1
-            wrong += error_checks.faults(call) if call.code() is not grpc.StatusCode.OK else []
-            outstanding.remove(call)
-    for call in outstanding:
-        codes["greedy", call.code()] += 1
+        served.do(served.pipeline.batcher.pause)
+        admission = served.pipeline.batcher._admission
+        greedy = ask("greedy", 200)
+        wait_until(lambda: sum(call.done() for call in greedy) == 200 - ROWS)
+        modest = ask("modest", 6)
+        wait_until(lambda: served.do(admission._waiting.total) == 6)
+        greedy += ask("greedy", 200)
+        wait_until(lambda: sum(call.done() for call in greedy) == 400 - ROWS)
+        early = [call for call in modest if call.done()]
+        served.do(served.pipeline.batcher.resume)
+        codes = {
+            name: Counter(call.code() for call in calls) for name, calls in (("greedy", greedy), ("modest", modest))
+        }
 
-    assert codes["modest", grpc.StatusCode.OK] == 6
-    assert {code for _, code in codes} == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
-    assert codes["greedy", grpc.StatusCode.OK] >= ROWS
-    assert codes["greedy", grpc.StatusCode.RESOURCE_EXHAUSTED] > 200
-    assert wrong == []
+    assert early == []
+    assert codes["modest"] == {grpc.StatusCode.OK: 6}
+    assert codes["greedy"] == {grpc.StatusCode.OK: ROWS, grpc.StatusCode.RESOURCE_EXHAUSTED: 400 - ROWS}
+    assert [error_checks.faults(call) for call in greedy if call.code() is not grpc.StatusCode.OK] == [[]] * (
+        400 - ROWS
+    )
 
 
 # --- turns at decoding ---
@@ -96,19 +89,19 @@ def test_at_most_one_image_is_decoded_before_that_of_a_new_caller(secrets, monke
     def decode_slowly(data, *options):
         order.append("modest" if data == MODEST else "greedy")
         started.set()
-        assert go.wait(30)
+        assert go.wait(60)
         return decode(data, *options)
 
     def ask(caller, request):
         metadata = (("authorization", f"Bearer {known[caller]}"),)
-        return stub.Explain.future(request, metadata=metadata, timeout=60)
+        return stub.Explain.future(request, metadata=metadata)
 
     settings = {"models": (nets.TINY,), "device": "cpu", "threads": 1, "tokens_file": str(path)}
     with serving(**settings) as served, grpc.insecure_channel(served.address) as channel:
         monkeypatch.setattr(images, "decode", decode_slowly)
         stub = explain_pb2_grpc.ExplainServiceStub(channel)
         calls = [ask("greedy", many()) for _ in range(2)]
-        assert started.wait(30)
+        assert started.wait(60)
         wait_until_admitted(served, 2 * 2 * (MANY - 1))
         calls.append(ask("modest", explain_pb2.ExplainRequest(image=MODEST)))
         wait_until_admitted(served, 2 * 2 * (MANY - 1) + 1)
@@ -133,7 +126,7 @@ def test_photo_and_images_of_its_targets_share_one_limit_of_pixels(secrets):
         settings = {"models": (nets.TINY,), "device": "cpu", "threads": 1, "tokens_file": str(path)}
         with serving(**settings, max_pixels=limit) as served, grpc.insecure_channel(served.address) as channel:
             call = explain_pb2_grpc.ExplainServiceStub(channel).Explain.future(
-                many(), metadata=(("authorization", f"Bearer {known['greedy']}"),), timeout=60
+                many(), metadata=(("authorization", f"Bearer {known['greedy']}"),)
             )
             codes.append(call.code())
 

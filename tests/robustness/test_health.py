@@ -42,7 +42,9 @@ async def unread_watch(port, count=1):
     connection = http2_flood.Connection("127.0.0.1", port, http2_flood.NO_WINDOW)
     for _ in range(count):
         connection.send(WATCH, b"")
-    await wait_in_loop_until(lambda: connection.statuses == count)  # headers need no window and are sent with the first status
+    await wait_in_loop_until(
+        lambda: connection.statuses == count
+    )  # headers need no window and are sent with the first status
     return connection
 
 

@@ -227,12 +227,11 @@ def test_idle_stream_ends():
     with (
         serving(models=(nets.TINY,), device="cpu", threads=1, **settings) as served,
         grpc.insecure_channel(served.address) as channel,
-        pytest.raises(grpc.RpcError) as caught,
     ):
-        try:
-            next(channel.stream_stream(STREAM_INFER)(iter(ended.wait, True)))
-        finally:
-            ended.set()
+        replies = channel.stream_stream(STREAM_INFER)(iter(ended.wait, True))
+        with pytest.raises(grpc.RpcError) as caught:
+            next(replies)
+        ended.set()
 
     assert (caught.value.code(), caught.value.details()) == (
         grpc.StatusCode.UNAVAILABLE,
