@@ -19,6 +19,7 @@ from camserve_server.api import inprocess
 from camserve_server.app import server
 from camserve_server.core import config
 from camserve_server.core.errors import ConfigError, ServiceError, did_you_mean
+from camserve_server.core.hardware import cores
 from camserve_server.imaging import inputs
 from camserve_server.models import ModelSpec, Source, TextTower, parse, search_current_folder, spec_of_network
 from camserve_server.models.heads import Output
@@ -121,7 +122,7 @@ class Explainer(camserve.Client):
         flags = {
             "device": device or ("auto" if isinstance(model, str) else _device_of(model)),
             "isolation": "thread",
-            "threads": torch.get_num_threads(),
+            "threads": min(torch.get_num_threads(), cores()),
             "max_queue_delay_ms": 0,
             **(settings or {}),
         }

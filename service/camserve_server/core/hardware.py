@@ -1,6 +1,7 @@
 """Detect the cores, memory and GPUs of this machine."""
 
 import contextlib
+import math
 import os
 import platform
 import sys
@@ -15,12 +16,20 @@ NVIDIA, DISPLAY = "0x10de", "0x03"  # on the PCI bus: the ID of the vendor, and 
 
 def cores() -> int:
     """Return the number of cores that this process may use; in a container, its quota."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([allowed, *_quotas()]))
+    return max(1, int(min(allowed_cores(), quota())))
 
 
-def _quotas() -> Iterator[int]:
-    """Yield the quota of each control group that has one, in whole cores."""
+def allowed_cores() -> int:
+    """Return the number of cores that this process may run on, without regard to a quota."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def quota() -> float:
+    """Return how many cores the control groups of this process may use at once; infinity without a limit."""
+    return min(_quotas(), default=math.inf)
+
+
+def _quotas() -> Iterator[float]:
     for folder, legacy in _groups("cpu"):
         with contextlib.suppress(OSError, ValueError):  # no such file here, or "max"
             if legacy:
@@ -29,7 +38,40 @@ def _quotas() -> Iterator[int]:
             else:
                 quota, period = map(int, (folder / "cpu.max").read_text(encoding="ascii").split())
             if quota > 0:  # version 1 has -1 for no quota
-                yield quota // period
+                yield quota / period
+
+
+def throttled_seconds() -> float:
+    """Return the seconds for which a quota has stopped this process's control group, or a group that contains it."""
+    return max(_throttled(), default=0.0)
+
+
+def _throttled() -> Iterator[float]:
+    units = {"throttled_usec": 1e6, "throttled_time": 1e9}  # of the two versions of control groups
+    for folder, _ in _groups("cpu"):
+        with contextlib.suppress(OSError):
+            for line in (folder / "cpu.stat").read_text(encoding="ascii").splitlines():
+                name, _, value = line.partition(" ")
+                if name in units:
+                    yield int(value) / units[name]
+
+
+def used_core_seconds() -> float:
+    """Return the core-seconds that all programs have used since the start, on the cores that this process may run on.
+
+    Time that a hypervisor gave to other machines counts as used.
+
+    Raises:
+        OSError: the system has no such counters; only Linux does.
+    """
+    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    used = 0
+    for line in (ROOT / "proc/stat").read_text(encoding="ascii").splitlines():
+        name, *ticks = line.split(maxsplit=9)
+        if name in names:
+            user, nice, system, _idle, _waiting, interrupts, soft_interrupts, stolen = map(int, ticks[:8])
+            used += user + nice + system + interrupts + soft_interrupts + stolen
+    return used / os.sysconf("SC_CLK_TCK")
 
 
 def processor() -> str:

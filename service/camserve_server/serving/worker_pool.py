@@ -6,11 +6,13 @@ any worker the pool is unhealthy. Requests wait meanwhile, but not forever.
 
 import asyncio
 import sys
+from contextlib import ExitStack
 from functools import partial
 from typing import Self
 
 import torch
 
+from camserve_server.core import torch_threads
 from camserve_server.core.config import Settings
 from camserve_server.core.devices import parse_devices
 from camserve_server.models import ModelSpec
@@ -49,6 +51,7 @@ class WorkerPool:
         self._settings, self._telemetry, self._sends_canaries = settings, telemetry, watch
         self._devices = tuple(parse_devices(settings.device))
         self._loop = asyncio.get_running_loop()
+        self._blocks = ExitStack()
         self._dropping: set[asyncio.Task[None]] = set()
         sizing = PoolSizing(settings, self._devices)
         self._workers = [self._start_worker(index, sizing) for index in range(len(self._devices))]
@@ -102,6 +105,7 @@ class WorkerPool:
 
     async def __aenter__(self) -> Self:
         """Start to run batches and to watch the health; no model is loaded yet."""
+        self._blocks.enter_context(torch_threads.restored())
         if self._settings.isolation == "process":
             torch.set_num_threads(1)  # this process does not compute
         await self.batcher.__aenter__()
@@ -116,6 +120,7 @@ class WorkerPool:
         await self.batcher.__aexit__()
         for worker in self._workers:
             await asyncio.to_thread(worker.close)
+        self._blocks.close()
 
     async def load(self, key: str, spec: ModelSpec) -> ModelInfo:
         """Load a model on every worker; see `ModelLoader.load`."""

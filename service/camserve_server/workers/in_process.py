@@ -14,6 +14,7 @@ import torch
 from camserve_server.core import logs, process
 from camserve_server.core.devices import Device, device_for
 from camserve_server.core.errors import OutOfMemory, Unavailable
+from camserve_server.core.spinning import SpinLimiter
 from camserve_server.engine import Engine
 from camserve_server.engine.values import Partition, Row, RowResult
 from camserve_server.jobs.footprint import typical
@@ -84,6 +85,7 @@ class InProcessWorker:
         add_plugins()
         self._setup, self._device = setup, device_for(setup.device)
         self._device.initialize()
+        self._spin_limiter = SpinLimiter(setup.threads if self._device.is_cpu else 1)
         self._models: dict[str, LoadedModel] = {}
         self._replicas: dict[str, LoadedModel] = {}
         self._lanes = self._make_lane(self._models), self._make_lane(self._replicas)
@@ -96,7 +98,7 @@ class InProcessWorker:
     def load(self, name: str, spec: ModelSpec) -> ModelInfo:
         """Load a model and warm it up; see `WorkerProtocol.load`."""
         self._device.make_current()
-        with _LOADING:
+        with self._spin_limiter.watch(), _LOADING:
             torch.set_num_threads(self._setup.threads)
             model = self._add_warm(name, load(spec, self._setup.device, rows=self._setup.max_rows))
             if (self._setup.partitioned or self._setup.streams) and (replica := model.replica()):
@@ -187,7 +189,7 @@ class InProcessWorker:
         if replica and partition is not None:
             threads = max(1, (threads + 1 - partition) // 2)
         lane = self._lanes[index]
-        with lane.turn:
+        with lane.turn, self._spin_limiter.watch():
             if self._device.is_cpu and pass_.kind in LARGE_KINDS:
                 process.release_free_memory()
             self._set_threads(threads)
@@ -235,7 +237,8 @@ class InProcessWorker:
         return Memory(process.resident(), *(self._device.memory() or ()))
 
     def close(self) -> None:
-        """Drop all models, and end the threads of the lanes."""
+        """Drop all models, end the threads of the lanes, and let OpenMP's threads spin again."""
+        self._spin_limiter.close()
         self._models.clear()
         self._replicas.clear()
         for lane in self._lanes:
