@@ -19,7 +19,7 @@ from camserve_server.core import config
 from camserve_server.serving.explain import Pipeline
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-SETTINGS = {"isolation": "thread", "address": "127.0.0.1:0", "device": "cpu", "threads": 1, "drain_seconds": 10}
+SETTINGS = {"isolation": "thread", "address": "127.0.0.1:0", "device": "cpu", "threads": 1, "drain_seconds": 60}
 
 NETS = """
 import threading
@@ -40,7 +40,7 @@ def tiny():
 
 
 def gated():
-    assert GATE.wait(30)
+    assert GATE.wait(60)
     return tiny()
 """
 """A user's module. Loading `gated` waits until the test sets GATE."""

@@ -18,7 +18,7 @@ from camserve_server.app.reserved_port import reserve
 from camserve_server.app.supervisor import Supervisor
 from camserve_server.core import config
 from camserve_server.core.errors import ConfigError
-from metrics_port import metrics_port
+from opened_ports import opened_ports
 from support import StoppedClock, alive, wait_in_loop_until
 
 FAKE = """
@@ -314,8 +314,12 @@ async def test_process_whose_event_loop_hangs_is_replaced(run, caplog):
 
 async def test_first_process_of_a_container_collects_orphans(run, monkeypatch):
     collected, pings = [], []
+
+    def ping(server):
+        pings.append(server.number)
+
     monkeypatch.setattr(supervisor.process, "reap_orphans", collected.append)
-    monkeypatch.setattr(server_process.ServerProcess, "ping", lambda server: pings.append(server))
+    monkeypatch.setattr(server_process.ServerProcess, "ping", ping)
     async with run() as running:
         await running.until_serving()
         with StoppedClock() as clock:
@@ -438,11 +442,11 @@ async def scrape(port):
 
 
 async def test_metrics_of_all_processes_are_served_with_their_number(run):
-    with metrics_port() as port:
+    with opened_ports() as ports:
         async with run(metrics_address="0") as running:
             await running.until_serving()
 
-            assert await scrape(port()) == [
+            assert await scrape(ports["metrics"]) == [
                 'camserve_rows_total{outcome="answered",process="0"} 10.0',
                 'camserve_rows_total{outcome="answered",process="1"} 11.0',
                 'camserve_process_up{process="0"} 1.0',
@@ -454,11 +458,11 @@ async def test_metrics_of_all_processes_are_served_with_their_number(run):
 
 async def test_process_without_an_answer_is_left_out_of_the_metrics(run):
     plan = GOOD.replace('kind == "metrics"', 'kind == "metrics" and number == 1')
-    with metrics_port() as port:
+    with opened_ports() as ports:
         async with run(plan, metrics_address="0") as running:
             await running.until_serving()
             with StoppedClock() as clock:
-                scraping = asyncio.create_task(scrape(port()))
+                scraping = asyncio.create_task(scrape(ports["metrics"]))
                 silent, other = (running.supervisor._servers[number] for number in range(2))
                 await running.until(lambda: silent._waiting and not other._waiting)
                 clock.advance(supervisor.METRICS_TIMEOUT)

@@ -1,7 +1,6 @@
 """Metrics, traces and log lines of calls over HTTP are those of gRPC."""
 
 import base64
-import socket
 import urllib.request
 
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -9,15 +8,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from camserve_server.telemetry import traces
 from http_calls import EXPLAIN, STREAM, post
+from opened_ports import opened_ports
 from support import PHOTOS, serving, wait_until
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 BODY = {"image": base64.b64encode(PHOTOS["chelsea"].read_bytes()).decode()}
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def counted(text, code):
@@ -28,22 +23,24 @@ def counted(text, code):
 
 
 def test_calls_over_http_are_counted_as_those_over_grpc(tiny):
-    port = free_port()
+    settings = {"models": (tiny,), "device": "cpu", "threads": 1, "http_address": "0", "metrics_address": "0"}
+    with opened_ports() as ports, serving(**settings) as served:
 
-    def scrape():
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-            return answer.read().decode()
+        def scrape():
+            with urllib.request.urlopen(f"http://127.0.0.1:{ports['metrics']}/metrics") as answer:
+                return answer.read().decode()
 
-    with serving(models=(tiny,), device="cpu", threads=1, http_address="0", metrics_address=str(port)) as served:
         assert post(served.http_port, EXPLAIN, BODY).status == 200
         assert post(served.http_port, EXPLAIN, b"{").status == 400
-        wait_until(lambda: counted(scrape(), "OK") == 1)
-        wait_until(lambda: counted(scrape(), "INVALID_ARGUMENT") == 1)
+        wait_until(lambda: counted(scrape(), "OK") and counted(scrape(), "INVALID_ARGUMENT"))
+
+        assert counted(scrape(), "OK") == counted(scrape(), "INVALID_ARGUMENT") == 1
 
 
 def test_call_over_http_joins_the_trace_of_its_caller(tiny, monkeypatch):
     exporter = InMemorySpanExporter()
     monkeypatch.setattr(traces, "_exporter", lambda _name: exporter)
+    monkeypatch.setattr(traces, "FLUSH_TIMEOUT", 60)
     with serving(models=(tiny,), device="cpu", threads=1, http_address="0", traces=True) as served:
         header = f"00-{TRACE}-b7ad6b7169203331-01"
         assert post(served.http_port, EXPLAIN, BODY, traceparent=header).status == 200

@@ -17,6 +17,7 @@ from concurrent import futures
 import grpc
 import numpy as np
 import pytest
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
@@ -28,6 +29,7 @@ from camserve_server.app import server
 from camserve_server.core import config, logs
 from camserve_server.core.errors import ConfigError
 from camserve_server.telemetry import traces, values
+from opened_ports import opened_ports
 from support import jpeg, rows_waiting, serving, wait_in_loop_until, wait_until
 
 PHOTO = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
@@ -55,6 +57,7 @@ def start(tiny, monkeypatch):
     def begin(**settings):
         kept, spans = InMemorySpanExporter(), []
         monkeypatch.setattr(traces, "_exporter", lambda _name: kept)
+        monkeypatch.setattr(traces, "FLUSH_TIMEOUT", 60)
         with serving(models=(tiny,), device="cpu", threads=1, traces=True, **settings) as served:
             yield served, spans
         spans += kept.get_finished_spans()
@@ -150,7 +153,7 @@ def logged():
 def explain(address, *metadata):
     with grpc.insecure_channel(address) as channel:
         request = explain_pb2.ExplainRequest(image=jpeg(PHOTO))
-        return explain_pb2_grpc.ExplainServiceStub(channel).Explain(request, metadata=metadata, timeout=20)
+        return explain_pb2_grpc.ExplainServiceStub(channel).Explain(request, metadata=metadata)
 
 
 def test_request_joins_its_callers_trace_and_logs_its_id(start):
@@ -183,7 +186,7 @@ def test_sampler_is_configurable_and_batches_follow_their_requests(start, monkey
         asking = [threads.submit(explain, served.address, *more) for more in ([sampled], [], [])]
         wait_until(lambda: rows_waiting(served) == 3)
         served.do(served.pipeline.batcher.resume)
-        assert all(each.result(20) for each in asking)
+        assert all(each.result() for each in asking)
 
     assert len(named(spans, EXPLAIN)) == len(named(spans, "batch")) == 1
     assert len(named(spans, "batch")[0].links) == 3
@@ -231,16 +234,17 @@ def test_long_request_has_100_spans_and_counts_the_dropped_ones(start):
 
 
 def test_recorded_trace_is_an_exemplar_of_the_histogram(start):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with start(metrics_address=str(port)) as (served, spans):
+    with opened_ports() as ports, start(metrics_address="0") as (served, spans):
         explain(served.address)
         accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
-        asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=accept)
-        with urllib.request.urlopen(asked, timeout=10) as answer:  # noqa: S310 -- ours
-            text = answer.read().decode()
+        asked = urllib.request.Request(f"http://127.0.0.1:{ports['metrics']}/metrics", headers=accept)
 
-    (exemplar,) = set(re.findall(r'# {trace_id="(\w+)"}', text))
+        def exemplars():
+            with urllib.request.urlopen(asked) as answer:  # noqa: S310 -- ours
+                return set(re.findall(r'# {trace_id="(\w+)"}', answer.read().decode()))
+
+        (exemplar,) = wait_until(exemplars)  # the call is counted just after its response is sent
+
     assert exemplar == f"{named(spans, EXPLAIN)[0].context.trace_id:032x}"
 
 
@@ -276,9 +280,16 @@ def test_with_no_exporter_log_lines_still_have_their_trace(tiny, monkeypatch):
 
 
 def test_unresponsive_collector_does_not_block_the_stop(tiny, monkeypatch):
-    """The exporter's timeout is an hour, so the test passes if it ends at all."""
+    """The exporter's timeout is an hour, so it ends only because the stop ends it."""
+    stopped, shut_down = [], OTLPSpanExporter.shutdown
+
+    def record_stop(exporter, *arguments, **options):
+        stopped.append(threading.current_thread().name)
+        shut_down(exporter, *arguments, **options)
+
+    monkeypatch.setattr(OTLPSpanExporter, "shutdown", record_stop)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
-    monkeypatch.setattr(traces, "FLUSH_TIMEOUT", 0.01)
+    monkeypatch.setattr(traces, "FLUSH_TIMEOUT", 0.01)  # real timeout: the collector never responds
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts connections and never responds
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with logged():
@@ -287,11 +298,12 @@ def test_unresponsive_collector_does_not_block_the_stop(tiny, monkeypatch):
                 environment={},
             )
             with server.serve_in_thread(chosen) as address:
-                explain(address)
+                answer = explain(address)
+            first = stopped[0]
+            wait_until(lambda: "traces" not in {thread.name for thread in threading.enumerate()})
 
-    for thread in threading.enumerate():
-        if thread.name == "traces":
-            thread.join()  # it ends at the timeout too
+    assert answer.predictions
+    assert first != "traces"  # the server's thread, which does not wait for the one that sends
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -321,6 +333,7 @@ def collector():
 
 def test_spans_are_sent_to_the_configured_collector(collector, tiny, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.port}")
+    monkeypatch.setattr(traces, "FLUSH_TIMEOUT", 60)
     with serving(models=(tiny,), device="cpu", threads=1, traces=True) as served:
         explain(served.address)
 
