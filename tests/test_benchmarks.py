@@ -154,7 +154,7 @@ def test_bar_reports_if_it_is_met():
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, page.CHROMIUM)), reason=needs.CHROMIUM)
 def test_page_is_timed_in_a_browser(monkeypatch):
-    monkeypatch.setattr(page, "SECONDS", 0.1)
+    monkeypatch.setattr(page, "SECONDS", 0.1)  # real timeout: every slider draws at least one frame
     monkeypatch.setattr(page, "ROUNDS", 1)
     part = page.measure(TINY, say=lambda _text: None)
 

@@ -80,7 +80,7 @@ def fake_spy(tmp_path, monkeypatch, script):
 
 def test_failed_samples_are_left_out_of_the_share(tmp_path, monkeypatch):
     fake_spy(tmp_path, monkeypatch, f"printf '%s' '{STACKS}' > $2; echo 'py-spy> Samples: 150 Errors: 25'")
-    found = lock.held_share(os.getpid(), seconds=1, rate=500)
+    found = lock.held_share(os.getpid(), seconds=100, rate=5)
 
     assert (found.held, found.samples) == (150, 475)
 
@@ -89,7 +89,7 @@ def test_failure_of_py_spy_is_reported_in_its_words(tmp_path, monkeypatch):
     fake_spy(tmp_path, monkeypatch, "echo 'Permission Denied' >&2; exit 1")
 
     with pytest.raises(RuntimeError, match="Permission Denied"):
-        lock.held_share(os.getpid(), seconds=1)
+        lock.held_share(os.getpid(), seconds=60)
 
 
 def test_missing_py_spy_is_named_in_the_table(monkeypatch, tmp_path):
@@ -97,7 +97,7 @@ def test_missing_py_spy_is_named_in_the_table(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     table = tables.load_table({MANY: [sampled(0.006, lock_time=None)]})
 
-    assert lock.held_share(os.getpid(), seconds=1) is None
+    assert lock.held_share(os.getpid(), seconds=60) is None
     assert dict(zip(table.columns, table.rows[0], strict=True))["lock ms"] == "no py-spy"
     assert lock.MISSING in table.notes[0]
 

@@ -1,17 +1,22 @@
-"""No test asserts how long something took, because that depends on the machine and its load.
+"""No test asserts how long something took, or fails because something took long: both depend on the machine's load.
 
 A reading of a clock may be compared with another one, which is an order. What is computed from one is a duration, or a
 deadline, and may not be part of an assertion; nor may a name, an attribute or a key that holds it. Order, counts and
 bytes can be asserted; speed is for `make bench` and `make soak`.
+
+No timeout is below a minute, and nothing sleeps for a fixed time: a busy machine would decide what the test finds. The
+few tests of a timeout itself say on its line why a slow machine cannot fail them: `# real timeout: <reason>`.
 """
 
 import ast
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).parent
+FILES = sorted(path.relative_to(TESTS) for path in TESTS.rglob("*.py") if path != Path(__file__))
 CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time", "time"}
 CLOCKS |= {f"{name}_ns" for name in CLOCKS}
 MENTIONS = re.compile(rf"\b({'|'.join(CLOCKS)})\s*\(|\bdeadline\b")
@@ -138,9 +143,9 @@ def asserted(source, name="example.py"):
     return result
 
 
-@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+@pytest.mark.parametrize("path", FILES, ids=map(str, FILES))
 def test_no_test_asserts_a_duration(path):
-    result = asserted(path.read_text(), str(path.relative_to(TESTS)))
+    result = asserted((TESTS / path).read_text(), str(path))
 
     assert set(result) - EXCEPTIONS.keys() == set()
 
@@ -177,3 +182,151 @@ def test_assertion_about_another_functions_measurement_is_detected():
 @pytest.mark.parametrize("body", SOUND.values(), ids=SOUND)
 def test_orders_and_counts_are_not_durations(body):
     assert asserted(f"def test():\n  {body}\n") == []
+
+
+MINUTE = 60
+LIMIT = re.compile(r"(^|[_-])(timeout|deadline|patience|grace|delay|interval|heartbeat|seconds)($|[_-])", re.IGNORECASE)
+"""Names that limit how long something may take. Those that end in `ms` hold milliseconds."""
+
+WAITS = {"wait", "wait_for", "join", "result", "timeout", "settimeout", "select", "poll", "communicate"}
+WAITS |= {"sleep", "call_later", "Timer"}
+IN_TEXT = re.compile(r"--([a-z-]+)[ =]([\d.]+)(?![\d.*])|\b(\w+) ?[=(] ?([\d.]+)(?![\d.*])")
+"""A flag, an assignment or a call in a text: `--drain-seconds 5`, `TIMEOUT = 5`, `time.sleep(5)`."""
+
+EXPLAINED = re.compile(r"# real timeout: \w\S*( \S+){2,}")
+WAITS_FOR_A_CONDITION = "support.py"
+"""The only file that may sleep between two looks."""
+UNMENDED = {"api", "app", "cli", "cluster", "compatibility", "core", "docs", "e2e", "robustness", "scheduling"}
+UNMENDED |= {"serving", "telemetry", "tuning"}
+
+
+def named(node):
+    """Yield the names in one statement or expression, each with its value."""
+    if isinstance(node, ast.keyword):
+        yield node.arg or "", node.value
+    elif isinstance(node, ast.Assign | ast.AnnAssign):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            yield word_of(target).strip(".[]"), node.value
+    elif isinstance(node, ast.Dict):
+        yield from ((text_of(key), value) for key, value in zip(node.keys, node.values, strict=True))
+    elif isinstance(node, ast.arguments):
+        names = [*node.posonlyargs, *node.args]
+        yield from ((each.arg, value) for each, value in zip(names[::-1], node.defaults[::-1], strict=False))
+        yield from ((each.arg, value) for each, value in zip(node.kwonlyargs, node.kw_defaults, strict=True))
+    elif isinstance(node, ast.Call | ast.List | ast.Tuple):  # `"--drain-seconds", "5"`, `setattr(module, "TIMEOUT", 5)`
+        listed = node.args if isinstance(node, ast.Call) else node.elts
+        yield from ((text_of(name), value) for name, value in pairwise(listed))
+
+
+def waited(node):
+    """Yield the arguments of a call that waits: `event.wait(5)`, `pool.submit(event.wait, 5)`."""
+    if not isinstance(node, ast.Call):
+        return
+    if word_of(node.func).strip(".") in WAITS:
+        yield from node.args
+    yield from (value for function, value in pairwise(node.args) if word_of(function).strip(".") in WAITS)
+
+
+def text_of(node):
+    """Return a constant text, without the path before a name."""
+    return node.value.rpartition(".")[2] if is_constant(node) else ""
+
+
+def is_short(value, name=""):
+    """Return True if a value is a time below a minute. Zero expires at once on every machine, infinity never."""
+    try:
+        return value is not True and 0 < float(value) < MINUTE * (1000 if name.lower().endswith("ms") else 1)
+    except ValueError:
+        return False
+
+
+def short_limits(node):
+    """Yield the lines of limits below a minute, and of fixed sleeps, in one statement or expression."""
+    for name, value in named(node):
+        if LIMIT.search(name) and is_constant(value, str | int | float) and is_short(value.value, name):
+            yield value.lineno
+    for value in waited(node):
+        if is_constant(value, int | float) and is_short(value.value):
+            yield value.lineno
+    for match in IN_TEXT.finditer(node.value) if is_constant(node) else []:
+        name, value = match[1] or match[3], match[2] or match[4]
+        if (LIMIT.search(name) or name == "sleep") and is_short(value, name):
+            yield min(node.lineno + node.value.count("\n", 0, match.start()), node.end_lineno)
+
+
+def unexplained(source):
+    """Return the lines with a timeout below a minute, or a fixed sleep, that no comment explains."""
+    lines = source.splitlines()
+    found = {number for node in ast.walk(ast.parse(source)) for number in short_limits(node)}
+    places = ((number, lines[number - 1].strip()) for number in sorted(found))
+    return [f"{number}: {line}" for number, line in places if not EXPLAINED.search(line)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=map(str, FILES))
+def test_no_timeout_is_shorter_than_a_busy_machine_may_need(path):
+    if path.parts[0] not in UNMENDED and path.name != WAITS_FOR_A_CONDITION:
+        assert unexplained((TESTS / path).read_text()) == []
+
+
+SHORT = {
+    "a keyword": "client.explain(photo, timeout=5)",
+    "a setting": "serving(connection_age_seconds=0.5)",
+    "milliseconds": "serving(max_queue_delay_ms=50)",
+    "a default": "def call(rpc, timeout=30): ...",
+    "a default of a keyword": "def call(*, patience: float = 30): ...",
+    "a flag": "run('--drain-seconds', '0.5')",
+    "a flag in a list": "flags = [*more, '--timeout', 1]",
+    "flags in a text": "start(f'--address {address} --connection-age-seconds 0.3')",
+    "an item": "settings = {'idle_seconds': '0.1'}",
+    "a constant": "DRAIN_TIMEOUT = 2",
+    "a constant with a type": "HEARTBEAT_INTERVAL: float = 0.5",
+    "an attribute": "supervisor.deadline = 0.4",
+    "a key": "settings['grace'] = 3",
+    "a patched constant": "monkeypatch.setattr(worker, 'START_TIMEOUT', 1.0)",
+    "a patched path": "monkeypatch.setattr('camserve.worker.START_TIMEOUT', 1.0)",
+    "a constant of a program": "run('import worker; worker.TIMEOUT = 3')",
+    "an event": "assert go.wait(10)",
+    "a thread": "thread.join(10)",
+    "a future": "future.result(5)",
+    "an awaitable": "asyncio.wait_for(call, 5)",
+    "a block": "asyncio.timeout(5)",
+    "a socket": "line.settimeout(20)",
+    "several sockets": "select.select([line], [], [], 1)",
+    "a wait in a thread": "asyncio.to_thread(go.wait, 5)",
+    "a sleep": "time.sleep(0.01)",
+    "a sleep of a task": "asyncio.sleep(0.01)",
+    "a sleep of a program": "run('import time; time.sleep(3)')",
+    "a timer": "loop.call_later(0.02, stop)",
+    "no reason": "go.wait(5)  # real timeout: needed",
+    "a reason on another line": "# real timeout: nobody ever sets it\ngo.wait(5)",
+}
+CALM = {
+    "a minute": "client.explain(photo, timeout=60)",
+    "none": "go.wait(); thread.join(timeout=None)",
+    "zero": "line.settimeout(0); asyncio.sleep(0); serving(drain_seconds=0)",
+    "infinity": "serving(drain_seconds=float('inf'), idle_seconds=math.inf)",
+    "words": "','.join(words)",
+    "a parameter": "client.explain(photo, timeout=timeout)",
+    "a stopped clock": "clock.advance(5)",
+    "a measurement": "Timing(decode_ms=1, queue_ms=2)",
+    "a sentinel": "iter(ended.wait, True)",
+    "an hour in a program": "run('import time; time.sleep(3600)')",
+    "a formula": "run('worker.HEARTBEAT_INTERVAL = 10**6')",
+    "an explained one": "go.wait(0.2)  # real timeout: nobody ever sets the event",
+}
+
+
+@pytest.mark.parametrize("line", SHORT.values(), ids=SHORT)
+def test_short_timeout_is_detected(line):
+    assert unexplained(f"{line}\n") != []
+
+
+@pytest.mark.parametrize("line", CALM.values(), ids=CALM)
+def test_other_values_are_no_short_timeouts(line):
+    assert unexplained(f"{line}\n") == []
+
+
+def test_short_timeout_is_named_by_its_line():
+    source = 'NETS = """\nimport time\ntime.sleep(3)\n"""\n'
+
+    assert unexplained(source) == ["3: time.sleep(3)"]

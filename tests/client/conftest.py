@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import io
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -254,7 +255,7 @@ class FakeServer(
         self.called.set()
         if self.refusals:
             self.refusals.pop(0).abort(context)
-        self.hold.wait(10)
+        self.hold.wait()
 
     def Explain(self, request: Any, context: Any) -> Any:  # noqa: N802 -- gRPC's name
         self._record("Explain", request, context)
@@ -455,6 +456,22 @@ async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Callable[...,
     yield make
     for client in clients:
         await client.close()
+
+
+@pytest.fixture
+def pauses(monkeypatch: Any) -> list[float]:
+    """Record the pauses between tries, and advance the client's clock by each at once."""
+    seconds_paused: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        seconds_paused.append(seconds)
+
+    monkeypatch.setattr("camserve._transport_sync.sleep", seconds_paused.append)
+    monkeypatch.setattr("camserve._transport_async.sleep", pause)
+    monkeypatch.setattr(
+        "camserve._retry.time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(seconds_paused))
+    )
+    return seconds_paused
 
 
 @pytest.fixture

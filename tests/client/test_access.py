@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 import camserve
 from camserve import cli
+from camserve._settings import DEFAULT_TIMEOUT
 from robustness.authority import Authority
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def test_flags_of_the_command_become_options_of_the_client(monkeypatch: pytest.M
         },
     }.items():
         assert CliRunner().invoke(cli.main, ["health", "--server", FAR, *flags]).exit_code == 2
-        assert calls.pop() == ((FAR,), {"timeout": 30.0, **options})
+        assert calls.pop() == ((FAR,), {"timeout": DEFAULT_TIMEOUT, **options})
     for name in ("TLS", "CA", "TLS_NAME", "CLIENT_CERT", "CLIENT_KEY", "TOKEN"):
         monkeypatch.setenv(f"CAMSERVE_{name}", "1")
     CliRunner().invoke(cli.main, ["methods", "--server", FAR])
@@ -191,7 +192,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingProxy]:
 
 @pytest.mark.parametrize("prefix", ["", "dns:///", "ipv4:"])
 async def test_without_tls_no_request_goes_through_a_proxy(connect: Any, server: Any, proxy: Any, prefix: str) -> None:
-    client = connect(prefix + server.address, token="abc", timeout=10)
+    client = connect(prefix + server.address, token="abc", timeout=60)
 
     assert [model.name for model in await client.models()] == ["tiny", "large"]
     assert proxy.received == []

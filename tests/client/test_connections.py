@@ -282,7 +282,7 @@ def serving(*names: str) -> Iterator[list[Process]]:
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Process]]:
     """Two processes on one port. A client that has not reached one of them tries again soon."""
-    monkeypatch.setattr(_connections, "TRY_INTERVAL", 0.01)
+    monkeypatch.setattr(_connections, "TRY_INTERVAL", 0.01)  # real timeout: calls only try again earlier
     with serving("0/2", "1/2") as started:
         yield started
 
@@ -432,7 +432,7 @@ def start_process(name: str, port: int, folder: Any) -> fork_server.Process:
 async def test_killed_process_fails_no_call_and_no_image(
     connect: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    monkeypatch.setattr(_connections, "TRY_INTERVAL", 0.01)
+    monkeypatch.setattr(_connections, "TRY_INTERVAL", 0.01)  # real timeout: calls only try again earlier
     monkeypatch.setattr(_connections, "FAILURE_PENALTY", 0.1)
     models: list[str] = []
     stop = threading.Event()

@@ -97,7 +97,8 @@ async def test_call_that_arrives_as_the_server_stops_raises_unavailable() -> Non
         calls = [asyncio.get_running_loop().run_in_executor(threads, check_health) for _ in range(8)]
         await wait_in_loop_until(lambda: barrier.n_waiting == 8)
         barrier.wait()
-        time.sleep(0.3)  # noqa: ASYNC251 -- blocks the event loop, so that calls arrive and are not handled
+        # The blocked event loop handles none of the calls that arrive.
+        time.sleep(0.3)  # noqa: ASYNC251 # real timeout: a call that arrives later is refused
         await server.stop(1)
         outcomes = await asyncio.gather(*calls)
 

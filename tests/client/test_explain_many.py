@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 import camserve
+from support import wait_in_loop_until
 
 
 def images(count: int) -> list[bytes]:
@@ -32,12 +33,12 @@ async def collect(results: Any) -> list[Any]:
     return [result async for result in results]
 
 
-async def collect_with_error(results: Any) -> list[Any]:
-    """Return the results before the error, and the error."""
-    outcomes = []
+async def collect_with_error(results: Any, outcomes: list[Any] | None = None) -> list[Any]:
+    """Return the results before the error, which are added to a list, and the error."""
+    outcomes = [] if outcomes is None else outcomes
     try:
         async for result in results:
-            outcomes.append(result)  # noqa: PERF401 -- a comprehension would be lost with the error
+            outcomes.append(result)
     except camserve.CamserveError as error:
         return [*outcomes, error]
     pytest.fail("no error was raised")
@@ -45,11 +46,6 @@ async def collect_with_error(results: Any) -> list[Any]:
 
 def count_streams(server: Any) -> int:
     return sum(call.rpc == "ExplainStream" for call in server.calls)
-
-
-async def wait_until(condition: Any) -> None:
-    while not condition():  # noqa: ASYNC110 -- no event is set for the condition
-        await asyncio.sleep(0.005)
 
 
 async def test_results_are_in_the_order_of_the_images(client: Any, server: Any, replies: Any) -> None:
@@ -127,7 +123,7 @@ async def test_images_are_read_ahead_up_to_the_limit(client: Any, server: Any) -
     results = client.explain_many(endless(), in_flight=3)
     async with aclosing(results):
         first = asyncio.create_task(anext(results))
-        await wait_until(lambda: len(read) == 3)
+        await wait_in_loop_until(lambda: len(read) == 3)
         server.hold.set()
 
         assert classes([await first]) == [0]
@@ -160,7 +156,7 @@ async def test_leaving_early_ends_the_stream(client: Any, server: Any) -> None:
         async for _ in results:
             break
 
-    assert server.stream_ended.wait(60)
+    assert server.stream_ended.wait()
     assert classes([await client.explain(b"\x05")]) == [5]
 
 
@@ -175,7 +171,7 @@ async def test_leaving_early_does_not_wait_for_a_busy_server(client: Any, server
     async with aclosing(client.explain_many(images(8))) as results:
         await anext(results)
 
-    assert server.stream_ended.wait(60)
+    assert server.stream_ended.wait()
 
 
 async def test_finished_stream_is_not_cancelled(client: Any, server: Any, replies: Any) -> None:
@@ -188,7 +184,7 @@ async def test_finished_stream_is_not_cancelled(client: Any, server: Any, replie
     server.streams = [whole]
     await collect(client.explain_many(images(3)))
 
-    assert drained.wait(5)
+    assert drained.wait()
 
 
 async def test_error_of_an_image_is_raised_in_its_place(client: Any, server: Any, replies: Any) -> None:
@@ -203,7 +199,7 @@ async def test_error_of_an_image_is_raised_in_its_place(client: Any, server: Any
 
     assert classes(outcomes) == [0, 1, "NotFound"]
     assert outcomes[2].request_id.endswith("-2")
-    assert server.stream_ended.wait(60)
+    assert server.stream_ended.wait()
 
 
 async def test_errors_can_be_returned(client: Any, server: Any, replies: Any, tmp_path: Any) -> None:
@@ -280,11 +276,11 @@ async def test_number_of_retries_of_an_image_is_limited(client: Any, server: Any
 async def test_pause_longer_than_the_timeout_is_an_error(client: Any, server: Any, replies: Any) -> None:
     def later(requests: Any, _: Any) -> Any:
         for request in requests:
-            yield replies.error(request, grpc.StatusCode.UNAVAILABLE, retry_after_ms=60_000)
+            yield replies.error(request, grpc.StatusCode.UNAVAILABLE, retry_after_ms=61_000)
 
     server.streams = [later]
 
-    outcomes = await collect(client.explain_many(images(2), on_error="return", timeout=5))
+    outcomes = await collect(client.explain_many(images(2), on_error="return", timeout=60))
 
     assert classes(outcomes) == ["Unavailable", "Unavailable"]
 
@@ -371,7 +367,11 @@ async def test_only_the_image_that_breaks_the_stream_fails(client: Any, server: 
     assert outcomes[3].code.name == code
 
 
-async def test_silence_of_the_server_is_limited(client: Any, server: Any, replies: Any) -> None:
+async def test_silence_of_the_server_is_limited(client: Any, server: Any, replies: Any, monkeypatch: Any) -> None:
+    outcomes: list[Any] = []
+    seconds = itertools.accumulate(1000 * (len(outcomes) == 2) for _ in itertools.count())
+    monkeypatch.setattr("camserve._stream.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+
     def two_then_silent(requests: Any, context: Any) -> Any:
         yield from map(replies.reply, itertools.islice(requests, 2))
         ended = threading.Event()
@@ -380,11 +380,11 @@ async def test_silence_of_the_server_is_limited(client: Any, server: Any, replie
 
     server.streams = [two_then_silent]
 
-    outcomes = await collect_with_error(client.explain_many(images(5), timeout=1))
+    found = await collect_with_error(client.explain_many(images(5), timeout=60), outcomes)
 
-    assert classes(outcomes) == [0, 1, "DeadlineExceeded"]
-    assert str(outcomes[2]).startswith("the server sent nothing for ")
-    assert server.stream_ended.wait(60)
+    assert classes(found) == [0, 1, "DeadlineExceeded"]
+    assert str(found[2]).startswith("the server sent nothing for ")
+    assert server.stream_ended.wait()
 
 
 async def test_slow_consumer_does_not_count_as_a_silent_server(client: Any, monkeypatch: Any) -> None:
@@ -416,7 +416,7 @@ async def test_error_of_the_iterable_is_raised(client: Any, server: Any) -> None
     with pytest.raises(KeyError, match="iterable"):
         await collect(client.explain_many(broken(), in_flight=1))
 
-    assert server.stream_ended.wait(60)
+    assert server.stream_ended.wait()
 
 
 @pytest.mark.parametrize(
@@ -453,7 +453,7 @@ async def test_closing_the_client_ends_a_stream(connect: Any, server: Any) -> No
     server.hold.clear()
     results = client.explain_many(images(3))
     first = asyncio.create_task(anext(results))
-    await asyncio.to_thread(server.called.wait, 5)
+    await asyncio.to_thread(server.called.wait)
 
     await client.close()
 

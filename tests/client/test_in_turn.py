@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import camserve
 from camserve.v1 import explain_pb2, explain_pb2_grpc
+from support import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,8 +68,7 @@ def count_calls(client: camserve.Client, calls: int = 20) -> Counter[str]:
 
 def wait_for_servers(client: camserve.Client, expected: set[str]) -> None:
     """Wait until exactly these servers respond: connections and health updates take time."""
-    while set(count_calls(client, 4)) != expected:
-        time.sleep(0.02)
+    wait_until(lambda: set(count_calls(client, 4)) == expected)
 
 
 def test_servers_get_the_same_number_of_calls(both: list[Server]) -> None:

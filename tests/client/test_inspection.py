@@ -33,11 +33,11 @@ def photo(tmp_path: Any) -> Any:
 
 
 async def test_inspect_sends_an_image_and_returns_readings(client: Any, server: Any) -> None:
-    result = await client.inspect(b"\x07", model="large", target="tabby", layers="stem", timeout=5)
+    result = await client.inspect(b"\x07", model="large", target="tabby", layers="stem", timeout=600)
 
     asked = server.calls[0].request
     assert (asked.image, asked.model, asked.target.label, list(asked.layers)) == (b"\x07", "large", "tabby", ["stem"])
-    assert server.calls[0].time_remaining < 5.5
+    assert 60 < server.calls[0].time_remaining < 610
     assert (result.model, result.target.label, result.score, result.contrast) == ("large", "tabby", 2.5, None)
     assert result.timing == camserve.Timing(1, 2, 3, 4, 5)
     assert result.layers == (

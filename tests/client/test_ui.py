@@ -166,8 +166,8 @@ def test_token_is_added_to_the_calls(model, tmp_path, monkeypatch):
 
 
 def test_server_that_does_not_answer_is_unavailable():
-    with page_of("127.0.0.1:1", retries=0, timeout=5) as page:
-        response = post(page.server_port, below(page, LIST), {}, connect_timeout_ms="5000")
+    with page_of("127.0.0.1:1", retries=0, timeout=60) as page:
+        response = post(page.server_port, below(page, LIST), {}, connect_timeout_ms="60000")
         health = send(page.server_port, "GET", below(page, "/health"))
 
     assert (response.status, response.json["code"]) == (503, "unavailable")

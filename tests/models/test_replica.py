@@ -91,12 +91,12 @@ def test_random_weights_in_the_replica_do_not_affect_the_model(both):
 
     def hold(*_):
         begun.set()
-        assert over.wait(10)
+        over.wait()
 
     hook = replica.module.register_forward_pre_hook(hold)
     with ThreadPoolExecutor(1) as pool, hook:
         changed = pool.submit(results, replica, "cam", 0, Randomised(100))
-        assert begun.wait(10)
+        begun.wait()
         during.append(results(model, "cam"))
         over.set()
 

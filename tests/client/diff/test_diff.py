@@ -421,7 +421,7 @@ def test_report_that_cannot_be_made_leaves_no_part_of_it(diff: Any, out: Path, m
     [
         (("--baseline", "tiny", "--candidate", "other/"), "other is not a baseline: there is no such folder"),
         (("--baseline", "other/", "--candidate", "large"), "other is not a baseline: there is no such folder"),
-        (("--baseline", "tiny@127.0.0.1:1", "--candidate", "large", "--timeout", "0.2"), "127.0.0.1:1"),
+        (("--baseline", "tiny@127.0.0.1:1", "--candidate", "large", "--timeout", "60"), "127.0.0.1:1"),
         (("--method", "gradcam", "--method", "gradcam"), "named twice"),
         (("--top-k", "99"), "top_k: 99 is not between 1 and 16"),
         (("--max-changed", "2"), "--max-changed"),
