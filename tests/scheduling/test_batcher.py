@@ -34,6 +34,13 @@ CAM = Pass("net", "cam", (8, 8), ("layer4",))
 SALIENCY = Pass("net", "saliency", (8, 8))
 
 
+@pytest.fixture(autouse=True)
+async def clock():
+    """The event loop's clock. It stands still, so that a slow machine changes no order."""
+    with StoppedClock() as stopped:
+        yield stopped
+
+
 def row(value, poison=None):
     """Return a row whose score is its own value; a poisoned one fails its batch."""
     image = np.full((1, 1, 3), value % 256, np.uint8)
@@ -186,7 +193,7 @@ async def test_waiting_large_request_is_not_starved_by_small_ones():
             async with batcher.admit(4, wait=True):
                 got_in.set()
 
-        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
             for _ in range(8):
                 group.create_task(small())
             await settle()
@@ -220,17 +227,16 @@ async def test_request_larger_than_the_queue_is_refused_at_once():
                 pass
 
 
-async def test_request_whose_deadline_passes_in_the_queue_never_runs():
+async def test_request_whose_deadline_passes_in_the_queue_never_runs(clock):
     worker = FakeWorker()
     async with Batcher(worker) as batcher:
-        with StoppedClock() as clock:
-            batcher.pause()
-            deadline = asyncio.get_running_loop().time() + 1
-            calls = [asyncio.create_task(ask(batcher, [value], deadline=deadline)) for value in range(100)]
-            await settle()
-            clock.advance(1)
-            batcher.resume()
-            answers = await asyncio.gather(*calls, return_exceptions=True)
+        batcher.pause()
+        deadline = asyncio.get_running_loop().time() + 1
+        calls = [asyncio.create_task(ask(batcher, [value], deadline=deadline)) for value in range(100)]
+        await settle()
+        clock.advance(1)
+        batcher.resume()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         late = await ask(batcher, [7])
 
     assert all(isinstance(answer, DeadlineExceeded) for answer in answers)
@@ -308,26 +314,25 @@ async def test_short_request_of_another_pass_goes_before_an_older_long_one():
     assert len(worker.batches[1][1]) == 2  # another short request may arrive while this runs
 
 
-async def test_short_requests_of_other_passes_put_off_a_long_one_for_a_second():
+async def test_short_requests_of_other_passes_put_off_a_long_one_for_a_second(clock):
     worker = FakeWorker()
-    with StoppedClock() as clock:
 
-        def timed(pass_, rows):
-            clock.advance(0.1)
-            return worker(pass_, rows)
+    def timed(pass_, rows):
+        clock.advance(0.1)
+        return worker(pass_, rows)
 
-        async with Batcher(timed, max_batch_rows=8) as batcher:
-            batcher.pause()
-            long = asyncio.create_task(ask(batcher, range(9), SALIENCY))
+    async with Batcher(timed, max_batch_rows=8) as batcher:
+        batcher.pause()
+        long = asyncio.create_task(ask(batcher, range(9), SALIENCY))
 
-            async def short():
-                while not long.done():
-                    await ask(batcher, [7], CAM)
+        async def short():
+            while not long.done():
+                await ask(batcher, [7], CAM)
 
-            calls = [asyncio.create_task(short()) for _ in range(9)]
-            await settle()
-            batcher.resume()
-            await asyncio.gather(*calls)
+        calls = [asyncio.create_task(short()) for _ in range(9)]
+        await settle()
+        batcher.resume()
+        await asyncio.gather(*calls)
 
     turns = [index for index, (pass_, _) in enumerate(worker.batches) if pass_ is SALIENCY]
     between = [later - earlier - 1 for earlier, later in itertools.pairwise([-1, *turns])]
@@ -463,19 +468,18 @@ async def test_missing_result_of_a_row_is_an_error():
             await ask(batcher, [1])
 
 
-async def test_batch_is_held_back_no_longer_than_max_delay():
+async def test_batch_is_held_back_no_longer_than_max_delay(clock):
     worker = FakeWorker()
-    with StoppedClock() as clock:
-        async with Batcher(worker, max_batch_rows=4, max_delay=0.5) as batcher:
-            first = asyncio.create_task(ask(batcher, [1]))
-            await settle()
-            clock.advance(0.3)
-            second = asyncio.create_task(ask(batcher, [2]))
-            await settle()
-            held_back = batcher.stats.batches == 0
-            clock.advance(0.2)  # half a second after the first request arrived
-            await asyncio.gather(first, second)
-            await ask(batcher, range(4))  # a full batch is not held back: the clock stands still
+    async with Batcher(worker, max_batch_rows=4, max_delay=0.5) as batcher:
+        first = asyncio.create_task(ask(batcher, [1]))
+        await settle()
+        clock.advance(0.3)
+        second = asyncio.create_task(ask(batcher, [2]))
+        await settle()
+        held_back = batcher.stats.batches == 0
+        clock.advance(0.2)  # half a second after the first request arrived
+        await asyncio.gather(first, second)
+        await ask(batcher, range(4))  # a full batch is not held back: the clock stands still
 
     assert held_back
     assert [sorted(indices) for _, indices in worker.batches] == [[1, 2], [0, 1, 2, 3]]
@@ -485,12 +489,11 @@ async def test_targets_of_one_image_do_not_fill_a_held_back_batch():
     """Four rows of one input leave room for three more inputs: the batch waits for them."""
     worker, image = FakeWorker(), np.zeros((1, 1, 3), np.uint8)
     targets = [Row(image, ClassTarget(index)) for index in range(4)]
-    with StoppedClock():
-        async with Batcher(worker, max_batch_rows=4, max_delay=0.5) as batcher:
-            first = asyncio.create_task(batcher.submit(CAM, targets, lambda *_: None))
-            await settle()
-            held_back = batcher.stats.batches == 0
-            await asyncio.gather(first, *(ask(batcher, [value]) for value in (5, 6, 7)))
+    async with Batcher(worker, max_batch_rows=4, max_delay=0.5) as batcher:
+        first = asyncio.create_task(batcher.submit(CAM, targets, lambda *_: None))
+        await settle()
+        held_back = batcher.stats.batches == 0
+        await asyncio.gather(first, *(ask(batcher, [value]) for value in (5, 6, 7)))
 
     assert held_back
     assert [sorted(indices) for _, indices in worker.batches] == [[0, 1, 2, 3, 5, 6, 7]]
@@ -498,16 +501,15 @@ async def test_targets_of_one_image_do_not_fill_a_held_back_batch():
 
 async def test_near_deadline_goes_first():
     worker = FakeWorker()
-    with StoppedClock():
-        async with Batcher(worker, max_batch_rows=1) as batcher:
-            batcher.pause()
-            now = asyncio.get_running_loop().time()
-            calls = [asyncio.create_task(ask(batcher, [value])) for value in range(3)]
-            await settle()
-            calls.append(asyncio.create_task(ask(batcher, [9], deadline=now + 0.9)))
-            await settle()
-            batcher.resume()
-            await asyncio.gather(*calls)
+    async with Batcher(worker, max_batch_rows=1) as batcher:
+        batcher.pause()
+        now = asyncio.get_running_loop().time()
+        calls = [asyncio.create_task(ask(batcher, [value])) for value in range(3)]
+        await settle()
+        calls.append(asyncio.create_task(ask(batcher, [9], deadline=now + 0.9)))
+        await settle()
+        batcher.resume()
+        await asyncio.gather(*calls)
 
     assert worker.executed == [9, 0, 1, 2]
 
@@ -522,20 +524,19 @@ async def test_waiting_request_is_answered_when_the_batcher_closes():
         await waiting
 
 
-async def test_queue_and_compute_time_are_measured():
-    with StoppedClock() as clock:
+async def test_queue_and_compute_time_are_measured(clock):
 
-        def worker(pass_, rows):
-            clock.advance(2)
-            return FakeWorker()(pass_, rows)
+    def worker(pass_, rows):
+        clock.advance(2)
+        return FakeWorker()(pass_, rows)
 
-        async with Batcher(worker, max_batch_rows=8) as batcher:
-            batcher.pause()
-            calls = asyncio.create_task(batcher.submit(CAM, [row(1), row(2)], lambda _i, _r: None))
-            await settle()
-            clock.advance(3)
-            batcher.resume()
-            timings = await calls
+    async with Batcher(worker, max_batch_rows=8) as batcher:
+        batcher.pause()
+        calls = asyncio.create_task(batcher.submit(CAM, [row(1), row(2)], lambda _i, _r: None))
+        await settle()
+        clock.advance(3)
+        batcher.resume()
+        timings = await calls
 
     assert (round(timings.queue, 3), round(timings.compute, 3), timings.batch_rows) == (3, 2, 2)
 
@@ -600,8 +601,7 @@ async def test_results_arrive_in_row_order_whichever_worker_is_done_first(slow):
         submitted = asyncio.create_task(
             batcher.submit(CAM, rows, lambda index, result: order.append((index, result.score)))
         )
-        while len(workers[1 - slow].executed) < 10:  # noqa: ASYNC110 -- it works in a thread
-            await asyncio.sleep(0.001)
+        await wait_in_loop_until(lambda: len(workers[1 - slow].executed) == 10)
         workers[slow].free.set()
         await submitted
 
@@ -623,11 +623,14 @@ async def test_row_that_fails_on_any_worker_fails_alone():
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-async def test_held_back_rows_of_two_passes_both_run(workers):
+async def test_held_back_rows_of_two_passes_both_run(workers, clock):
     """No new request arrives that would wake a worker for the second pass."""
-    async with Batcher(*(FakeWorker() for _ in range(workers)), max_batch_rows=4, max_delay=0.02) as batcher:
-        async with asyncio.timeout(60):
-            answers = await asyncio.gather(ask(batcher, [1], CAM), ask(batcher, [2], SALIENCY))
+    async with Batcher(*(FakeWorker() for _ in range(workers)), max_batch_rows=4, max_delay=0.5) as batcher:
+        calls = [asyncio.create_task(ask(batcher, [1], CAM)), asyncio.create_task(ask(batcher, [2], SALIENCY))]
+        await settle()
+        assert batcher.stats.batches == 0
+        clock.advance(0.5)
+        answers = await asyncio.gather(*calls)
 
     assert answers == [[1.0], [2.0]]
 
@@ -783,26 +786,25 @@ async def test_no_batch_gets_the_whole_worker_while_another_runs():
     assert all(running == 0 for partition, running in starts if partition is None)
 
 
-async def test_row_that_arrives_while_partition_1_holds_back_is_not_forgotten():
+async def test_row_that_arrives_while_partition_1_holds_back_is_not_forgotten(clock):
     free = {0: threading.Event(), 1: threading.Event()}
 
     def worker(pass_, rows, partition=None):
         assert partition is None or free[partition].wait(60)
         return FakeWorker()(pass_, rows)
 
-    with StoppedClock() as clock:
-        async with Batcher(worker, max_batch_rows=2, max_delay=0.3, partitioned=True) as batcher:
-            calls = [asyncio.create_task(ask(batcher, [i])) for i in range(4)]
-            await settle()
-            free[1].set()
-            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-            calls.append(asyncio.create_task(ask(batcher, [9])))
-            await settle()  # partition 1 holds that row back for a full batch
-            free[0].set()
-            await asyncio.wait(calls[:4])
-            await settle()
-            clock.advance(0.3)
-            assert await asyncio.gather(*calls) == [[0.0], [1.0], [2.0], [3.0], [9.0]]
+    async with Batcher(worker, max_batch_rows=2, max_delay=0.3, partitioned=True) as batcher:
+        calls = [asyncio.create_task(ask(batcher, [i])) for i in range(4)]
+        await settle()
+        free[1].set()
+        await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        calls.append(asyncio.create_task(ask(batcher, [9])))
+        await settle()  # partition 1 holds that row back for a full batch
+        free[0].set()
+        await asyncio.wait(calls[:4])
+        await settle()
+        clock.advance(0.3)
+        assert await asyncio.gather(*calls) == [[0.0], [1.0], [2.0], [3.0], [9.0]]
 
 
 async def test_running_requests_are_answered_when_the_batcher_closes():
@@ -848,7 +850,7 @@ async def test_at_most_one_batch_of_others_runs_before_a_new_caller(returning):
         if returning:
             await asked_by("modest", batcher, [7])
         worker.free.clear()
-        soon = asyncio.get_running_loop().time() + 30
+        soon = asyncio.get_running_loop().time() + policy.DEADLINE_MARGIN
         greedy = [asked_by("greedy", batcher, [1], pass_, deadline=soon) for pass_ in passes(150)]
         await wait_in_loop_until(lambda: batcher.stats.batches == 1 + returning)
         modest = asked_by("modest", batcher, [1000], SALIENCY)
@@ -916,7 +918,7 @@ async def test_error_from_a_model_fails_only_its_own_request(kind):
             raise kind
         return [RowResult(np.zeros(1, np.float32), item.target, 7.0) for item in rows]
 
-    async with Batcher(worker, max_batch_rows=1) as batcher, asyncio.timeout(10):
+    async with Batcher(worker, max_batch_rows=1) as batcher:
         bad, good = await asyncio.gather(ask(batcher, [1]), ask(batcher, [2]), return_exceptions=True)
 
         assert isinstance(bad, Internal | RuntimeError)
@@ -981,7 +983,7 @@ class Deadly(FakeWorker):
 
     def __init__(self, never_began=0):
         super().__init__()
-        self.deaths, self.never_began, self.lock = 0, never_began, threading.Lock()
+        self.deaths, self.never_began, self.lock = 0, never_began, threading.Condition()
         self.running, self.partitions, self.dead = [], [], {}
 
     def __call__(self, pass_, rows, partition=None):
@@ -993,8 +995,9 @@ class Deadly(FakeWorker):
             self.batches.append((pass_, batch))
             self.running.append(batch)
             self.partitions.append((len(batch), partition, len(self.running)))
-        time.sleep(0.05)
-        with self.lock:
+            self.lock.notify_all()
+            # The first two batches run beside each other.
+            assert partition is None or self.lock.wait_for(lambda: len(self.partitions) > 1, 60)
             if any(item.copy for item in rows) and id(batch) not in self.dead:
                 self.deaths += 1
                 self.dead |= {id(other): (self.deaths, len(self.running) - 1) for other in self.running}
@@ -1007,7 +1010,7 @@ class Deadly(FakeWorker):
 
 async def run_on(worker, count=8, poison=(), partitioned=False):
     """Queue requests of one row each, and run them; return the answers or errors."""
-    async with Batcher(worker, max_batch_rows=8, partitioned=partitioned) as batcher, asyncio.timeout(20):
+    async with Batcher(worker, max_batch_rows=8, partitioned=partitioned) as batcher:
         batcher.pause()
         calls = [asyncio.create_task(ask(batcher, [value], poison=poison)) for value in range(count)]
         await settle()
@@ -1077,7 +1080,7 @@ async def test_request_waiting_for_a_rerun_fails_if_no_worker_returns():
         finally:
             loop.call_soon_threadsafe(batcher.pause)
 
-    async with Batcher(dying) as batcher, asyncio.timeout(10):
+    async with Batcher(dying) as batcher:
         batcher.pause()
         calls = [asyncio.create_task(ask(batcher, [value], poison={1})) for value in range(3)]
         await settle()

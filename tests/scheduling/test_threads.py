@@ -23,7 +23,7 @@ def pool():
 def test_closing_a_pool_runs_what_was_submitted_and_ends_its_threads():
     ran, go = [], threading.Event()
     pool = ThreadPool(2, "closing")
-    pool.submit(lambda: go.wait(10))
+    pool.submit(lambda: go.wait(60))
     for number in range(20):
         pool.submit(lambda number=number: ran.append(number))
     go.set()
@@ -39,7 +39,7 @@ def test_thread_outlives_a_function_that_raises(pool, caplog, monkeypatch):
     pool.submit(lambda: 1 / 0)
     pool.submit(done.set)
 
-    assert done.wait(10)
+    assert done.wait(60)
     assert "a function in a thread failed" in caplog.text
 
 
@@ -52,7 +52,7 @@ def test_idle_thread_keeps_no_reference_to_its_last_function(pool):
     pool.submit(partial(id, photo))
     del photo
     pool.submit(done.set)
-    assert done.wait(10)
+    assert done.wait(60)
     gc.collect()
 
     assert gone() is None
@@ -90,9 +90,8 @@ async def test_error_reaches_the_caller_unchanged(pool):
     ids=lambda error: type(error).__name__,
 )
 async def test_error_that_would_end_more_than_a_request_is_contained(pool, error):
-    async with asyncio.timeout(10):
-        with pytest.raises(RuntimeError, match=type(error).__name__) as caught:
-            await in_thread(pool, raising(error))
+    with pytest.raises(RuntimeError, match=type(error).__name__) as caught:
+        await in_thread(pool, raising(error))
 
     assert caught.value.__cause__ is error
     assert await in_thread(pool, int) == 0
@@ -105,13 +104,13 @@ async def test_callers_take_turns_in_threads_one_step_each(pool):
     def step(caller):
         order.append(caller)
         started.set()
-        go.wait(10)
+        go.wait(60)
 
     async def run(caller, count):
         await asyncio.gather(*(in_thread(threads.of(caller), step, caller) for _ in range(count)))
 
     greedy = asyncio.create_task(run("greedy", 34))
-    await asyncio.to_thread(started.wait, 10)
+    await asyncio.to_thread(started.wait, 60)
     modest = [asyncio.create_task(run("modest", 2)), asyncio.create_task(run("other", 1))]
     for _ in range(5):
         await asyncio.sleep(0)
@@ -123,7 +122,7 @@ async def test_callers_take_turns_in_threads_one_step_each(pool):
 
 async def test_function_of_a_cancelled_caller_does_not_start(pool):
     go, started = threading.Event(), []
-    running = asyncio.create_task(in_thread(pool, go.wait, 10))
+    running = asyncio.create_task(in_thread(pool, go.wait, 60))
     waiting = asyncio.create_task(in_thread(pool, started.append, 1))
     await asyncio.sleep(0)
     waiting.cancel()
@@ -143,7 +142,7 @@ async def test_result_for_a_cancelled_caller_is_dropped_silently(pool, error):
 
     def work():
         loop.call_soon_threadsafe(started.set)
-        go.wait(10)
+        go.wait(60)
         if error:
             raise error
 
