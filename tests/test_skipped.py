@@ -35,7 +35,6 @@ def test_passed():
 def run(monkeypatch, capsys):
     """Run the tests of a folder with the plugin and without this project's configuration; return the output."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    monkeypatch.delenv("SKIPPED_FILE", raising=False)
     options = ["-q", "--import-mode=importlib", "-p", "no:cacheprovider", "-c", os.devnull]
 
     def run(folder):
@@ -64,19 +63,6 @@ def test_run_without_skipped_tests_prints_no_summary(tmp_path, run):
     (tmp_path / "test_passing.py").write_text("def test_passed(): pass")
 
     assert skipped.TITLE not in run(tmp_path)
-
-
-def test_two_runs_get_one_summary_and_their_files_are_removed(folder, run, monkeypatch, capsys):
-    files = [folder / "one", folder / "two"]
-    for file in files:
-        monkeypatch.setenv("SKIPPED_FILE", str(file))
-        assert skipped.TITLE not in run(folder)
-    skipped.main(map(str, [*files, folder / "a run that never began"]))
-    printed = capsys.readouterr().out
-
-    assert printed.count("apt-get install tool") == 1
-    assert "    6  a tool is not installed: apt-get install tool\n" in printed
-    assert not any(file.exists() for file in files)
 
 
 @pytest.mark.parametrize("reason", REASONS.values(), ids=REASONS)

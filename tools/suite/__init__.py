@@ -1,0 +1,1 @@
+"""Runs of the test suite: its parts, their processes, and their results."""

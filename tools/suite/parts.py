@@ -1,0 +1,126 @@
+"""Parts of the test suite: files that one process of pytest tests."""
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDERS = ("tests", "service/camserve_server", "clients/python/camserve")
+SECONDS = "tools/suite/seconds.json"
+
+CHOICES = {"fast": "not slow and not search", "slow": "slow and not search", "all": "not search"}
+"""Expressions that choose tests by their markers."""
+
+PART_SECONDS = 75
+DEFAULT_SECONDS = 0.3  # of a file that is not listed in SECONDS
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+GROUPS: dict[str, dict[str, str]] = {
+    "tests/simulated/": ONE_THREAD,  # its simulated GPU changes torch for the whole process
+    "tests/e2e/": {},  # its workers compute with as many threads as in production
+    "tests/robustness/": {},
+    "": ONE_THREAD,
+}
+"""Folders whose files share a process with no others, and the environment variables of the process."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Files that one process tests.
+
+    Attributes:
+        files: paths below the root.
+        seconds: expected time.
+    """
+
+    files: tuple[str, ...]
+    seconds: float
+
+    @property
+    def title(self) -> str:
+        """The folders, or the only file."""
+        folders = dict.fromkeys("/".join(file.split("/")[:2]) for file in self.files)
+        return self.files[0] if len(self.files) == 1 else ", ".join(folders)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of the process, beside those of this one."""
+        return GROUPS[_group(self.files[0])]
+
+
+def _group(file: str) -> str:
+    return next(folder for folder in GROUPS if file.startswith(folder))
+
+
+def find(root: Path, choice: str) -> Iterator[str]:
+    """Yield the files with tests or examples; of those without a slow test, none if only slow tests are chosen."""
+    for path in sorted(each for folder in FOLDERS for each in (root / folder).rglob("*.py") if "_pb2" not in each.name):
+        text = path.read_text(encoding="utf-8")
+        if (path.name.startswith("test_") or ">>> " in text) and (choice != "slow" or "mark.slow" in text):
+            yield path.relative_to(root).as_posix()
+
+
+def divide(files: Iterable[str], seconds: Mapping[str, float], seed: int | None = None) -> list[Part]:
+    """Divide files into parts, the longest first; files of a folder stay together, because they share fixtures.
+
+    With a seed, the order of folders, of the files in each, and of the parts is random.
+    """
+    chance = random.Random(seed)  # noqa: S311 -- an order to repeat, no secret
+    order = sorted(files) if seed is None else _shuffled(sorted(files), chance)
+    parts = [part for group in GROUPS for part in _cut([file for file in order if _group(file) == group], seconds)]
+    if seed is None:
+        return sorted(parts, key=lambda part: -part.seconds)
+    return chance.sample(parts, len(parts))
+
+
+def _shuffled(files: list[str], chance: random.Random) -> list[str]:
+    folders = defaultdict(list)
+    for file in files:
+        folders[file.rpartition("/")[0]].append(file)
+    order = chance.sample(list(folders), len(folders))
+    return [file for folder in order for file in chance.sample(folders[folder], len(folders[folder]))]
+
+
+def _cut(files: list[str], seconds: Mapping[str, float]) -> Iterator[Part]:
+    """Cut a list of files into parts that are about equally long, and not longer than PART_SECONDS, where possible."""
+    times = [seconds.get(file, DEFAULT_SECONDS) for file in files]
+    limit = sum(times) / max(1, -(-sum(times) // PART_SECONDS))
+    chosen: list[str] = []
+    total = 0.0
+    for file, time in zip(files, times, strict=True):
+        if chosen and total + time / 2 > limit:
+            yield Part(tuple(chosen), total)
+            chosen, total = [], 0.0
+        chosen.append(file)
+        total += time
+    if chosen:
+        yield Part(tuple(chosen), total)
+
+
+def expected_seconds(root: Path, choice: str) -> dict[str, float]:
+    """Return the listed time of each file."""
+    result = defaultdict[str, float](float)
+    for speed in _speeds(choice):
+        for file, seconds in _listed(root).get(speed, {}).items():
+            result[file] += seconds
+    return result
+
+
+def record_seconds(root: Path, choice: str, measured: Mapping[tuple[str, str], float]) -> None:
+    """List the times of the files that took a second or more."""
+    listed = _listed(root)
+    for chosen in _speeds(choice):
+        times = ((file, round(seconds)) for (speed, file), seconds in sorted(measured.items()) if speed == chosen)
+        listed[chosen] = {file: seconds for file, seconds in times if seconds}
+    (root / SECONDS).write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
+
+
+def _speeds(choice: str) -> tuple[str, ...]:
+    return ("fast", "slow") if choice == "all" else (choice,)
+
+
+def _listed(root: Path) -> dict[str, dict[str, float]]:
+    path = root / SECONDS
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
