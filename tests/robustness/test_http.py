@@ -2,12 +2,11 @@
 
 import contextlib
 import gzip
+import itertools
 import json
 import random
-import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -20,7 +19,6 @@ from camserve_server.api.http import forms, protocol
 from http_calls import EXPLAIN, JSON, LIST, STREAM, body_of, exchange, head, post, request, statuses
 from http_calls import connect as connect_to
 from robustness import mutations, nets
-from server_process import server_process
 from support import PHOTOS, serving, wait_until
 
 MIB = 2**20
@@ -39,6 +37,15 @@ def http_server(**settings):
 def served():
     with http_server(max_message_mib=1) as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def _patient():
+    """Let callers be late, as on a busy machine, except in tests of a timeout."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(protocol, "HANDSHAKE_TIMEOUT", 600)
+        patch.setattr(protocol, "LINGER_TIMEOUT", 600)
+        yield
 
 
 @pytest.fixture
@@ -79,10 +86,9 @@ def test_caller_that_sends_an_oversized_message_at_once_sees_the_refusal(port):
     assert (response.status, response.json["code"]) == (413, "resource_exhausted")
 
 
-def test_oversized_message_in_chunks_is_refused_at_its_limit(port, monkeypatch):
-    monkeypatch.setattr(protocol, "LINGER_TIMEOUT", 0.1)
+def test_oversized_message_in_chunks_is_refused_at_its_limit(port):
     part = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-    status, error = error_of(exchange(port, head(EXPLAIN, TYPE, CHUNKED), *([part] * 30)))
+    status, error = error_of(exchange(port, head(EXPLAIN, TYPE, CHUNKED), *([part] * 30), b"0\r\n\r\n"))
 
     assert (status, error["code"]) == (413, "resource_exhausted")
 
@@ -170,41 +176,30 @@ def test_headers_have_a_limit(port):
     "sent", [b"", b"POST / HTTP/1.1\r\nHost: loc", HEALTH_REQUEST.replace(b"close", b"x") + b"GET"]
 )
 def test_connection_whose_headers_do_not_arrive_is_closed(sent, port, monkeypatch):
-    monkeypatch.setattr(protocol, "HANDSHAKE_TIMEOUT", 0.1)
+    monkeypatch.setattr(protocol, "HANDSHAKE_TIMEOUT", 0.1)  # real timeout: an earlier end is accepted too
 
     assert set(statuses(exchange(port, sent))) <= {200}
 
 
 def test_call_whose_message_does_not_arrive_ends(monkeypatch):
-    monkeypatch.setattr(protocol, "LINGER_TIMEOUT", 0.1)
-    with http_server(idle_seconds=0.1) as served:
+    monkeypatch.setattr(protocol, "LINGER_TIMEOUT", 0.1)  # real timeout: the caller sends nothing more
+    with http_server(idle_seconds=0.1) as served:  # real timeout: the message never arrives
         for lines in ((TYPE, "Content-Length: 100"), (TYPE, CHUNKED)):
             status, error = error_of(exchange(served.http_port, head(EXPLAIN, *lines)))
             assert (status, error["code"]) == (504, "deadline_exceeded")
             assert error["message"] == "the call's message did not arrive within 0.1 s"
 
 
-def test_idle_connection_is_closed(monkeypatch):
-    monkeypatch.setattr(protocol, "HANDSHAKE_TIMEOUT", 60)
-    with http_server(connection_idle_seconds=0.1) as served:
+def test_idle_connection_is_closed():
+    with http_server(connection_idle_seconds=0.1) as served:  # real timeout: it begins after the response
         assert statuses(exchange(served.http_port, head("/health", method="GET"))) == [200]
 
 
 def test_connection_whose_caller_does_not_read_is_closed(port, monkeypatch):
-    monkeypatch.setattr(protocol, "STALL_TIMEOUT", 0.1)
-    asked = threading.Event()
-
-    def ask(connection):
-        with contextlib.suppress(OSError):
-            while True:
-                connection.sendall(head("/openapi.json", method="GET") * 100)
-                asked.set()
-
-    with connect_to(port) as connection:
-        asking = threading.Thread(target=ask, args=(connection,))
-        asking.start()
-        asked.wait()
-        asking.join()  # it ends when the server closes the connection
+    monkeypatch.setattr(protocol, "STALL_TIMEOUT", 0.1)  # real timeout: the caller reads nothing, however slow it is
+    requests = itertools.repeat(head("/openapi.json", method="GET") * 100)
+    with connect_to(port) as connection, pytest.raises(ConnectionError):
+        any(map(connection.sendall, requests))  # blocks until the server has closed the connection
 
 
 def test_stuck_messages_leave_room_for_other_messages_of_their_caller(port):
@@ -349,71 +344,79 @@ def test_caller_that_hangs_up_at_any_moment_leaves_nothing(served, port):
 
 
 def test_greedy_caller_causes_no_refusal_of_a_modest_one(tmp_path):
+    """Callers are told apart by their tokens. No row is computed meanwhile, so that the queue stays full."""
     created = {name: tokens.new(name, ("explain",)) for name in ("greedy", "modest")}
     path = tmp_path / "tokens"
     path.write_text("".join(f"{known.line()}\n" for _, known in created.values()))
     image = json_format.MessageToDict(explain_pb2.ExplainRequest(image=PHOTOS["rocket"].read_bytes()))
-    codes, over = Counter(), threading.Event()
-    with http_server(max_queue_rows=32, tokens_file=str(path)) as served:
+    codes = Counter()
+    with http_server(max_queue_rows=8, tokens_file=str(path)) as served, ThreadPoolExecutor(12) as callers:
+        batcher = served.pipeline.batcher
 
         def ask(caller):
             headers = {"authorization": f"Bearer {created[caller][0]}"}
             codes[caller, post(served.http_port, EXPLAIN, image, **headers).status] += 1
 
-        def flood():
-            while not over.is_set():
-                ask("greedy")
+        served.do(batcher.pause)
+        calls = [callers.submit(ask, "greedy") for _ in range(10)]
+        wait_until(lambda: codes["greedy", 429] == 2)
+        calls += [callers.submit(ask, "modest") for _ in range(2)]
+        wait_until(lambda: served.do(batcher._admission._waiting.total) == 2)
+        served.do(batcher.resume)
+        for call in calls:
+            call.result()
 
-        with ThreadPoolExecutor(64) as callers:
-            flooding = [callers.submit(flood) for _ in range(64)]
-            wait_until(lambda: codes["greedy", 429])
-            for _ in range(6):
-                ask("modest")
-            over.set()
-        for each in flooding:
-            each.result()
-
-    assert codes["modest", 200] == 6
-    assert {code for _, code in codes} == {200, 429}
+    assert codes == {("greedy", 200): 8, ("greedy", 429): 2, ("modest", 200): 2}
 
 
 MUTANTS = 600
+REFUSALS = {400, 403, 404, 405, 413, 415, 429, 431, 501}
+
+
+def valid_posts():
+    """Return the path and the JSON of valid messages."""
+    paths = {rpc.name: path for path, rpc in connect.RPCS.items()}
+    valid = [(paths[rpc], data) for rpc, data in mutations.requests() if rpc in paths]
+    messages = [(path, connect.message_class(connect.RPCS[path].input_type).FromString(data)) for path, data in valid]
+    return [(path, body_of(message)) for path, message in messages]
+
+
+def test_random_mutants_of_messages_are_answered(served, port):
+    chance, posts, found = random.Random(5), valid_posts(), Counter()
+    others = [body for _, body in posts]
+    for number in range(MUTANTS):
+        path, body = posts[number % len(posts)]
+        media = connect.NDJSON if path == STREAM else JSON
+        found[post(port, path, mutations.mutate(chance, body, others), media).status] += 1
+
+    assert set(found) <= {200, *REFUSALS}
+    assert found[400] > MUTANTS / 10
+    wait_until(lambda: served.do(lambda: served.pipeline.batcher.admitted) == 0)
 
 
 @pytest.fixture
 def impatient(monkeypatch):
     """A server that soon ends what does not continue."""
-    monkeypatch.setattr(protocol, "HANDSHAKE_TIMEOUT", 0.05)
-    monkeypatch.setattr(protocol, "LINGER_TIMEOUT", 0.05)
-    with http_server(idle_seconds=0.05, connection_idle_seconds=0.05) as served:
+    limit = 0.2  # real timeout: the test accepts that any request is ended
+    monkeypatch.setattr(protocol, "HANDSHAKE_TIMEOUT", limit)
+    monkeypatch.setattr(protocol, "LINGER_TIMEOUT", limit)
+    with http_server(idle_seconds=limit, connection_idle_seconds=limit) as served:
         yield served
 
 
-def test_random_mutants_are_answered(impatient):
-    """Bytes of messages and of the heads of requests are changed."""
-    served, port = impatient, impatient.http_port
-    chance = random.Random(5)
-    paths = {rpc.name: path for path, rpc in connect.RPCS.items()}
-    valid = [(paths[rpc], data) for rpc, data in mutations.requests() if rpc in paths]
-    messages = [(path, connect.message_class(connect.RPCS[path].input_type).FromString(data)) for path, data in valid]
-    bodies = [(path, body_of(message)) for path, message in messages]
-    found, others = Counter(), [body for _, body in bodies]
-    with ThreadPoolExecutor(4) as callers:  # most of the time the server waits for the rest of a head
-        received = []
+def test_random_mutants_of_heads_are_answered_or_end(impatient):
+    """After most mutants, the server waits for the rest of a head or of a message, which does not come."""
+    chance, posts, calls = random.Random(5), valid_posts(), []
+    with ThreadPoolExecutor(32) as callers:
         for number in range(MUTANTS):
-            path, body = bodies[number % len(bodies)]
-            changed = mutations.mutate(chance, body, others)
-            media = connect.NDJSON if path == STREAM else JSON
-            found[post(port, path, changed, media).status] += 1
+            path, body = posts[number % len(posts)]
             whole = head(path, TYPE, f"Content-Length: {len(body)}", "Connection: close")
-            received.append(callers.submit(exchange, port, mutations.mutate(chance, whole, [whole]) + body))
-    for each in received:
-        assert len(statuses(each.result())) <= 2
-        found.update(statuses(each.result()))
+            calls.append(callers.submit(exchange, impatient.http_port, mutations.mutate(chance, whole, [whole]) + body))
+    answers = [statuses(call.result()) for call in calls]
 
-    assert set(found) <= {200, 400, 403, 404, 405, 413, 415, 429, 431, 501}
-    assert found[400] > MUTANTS / 10
-    wait_until(lambda: served.do(lambda: served.pipeline.batcher.admitted) == 0)
+    assert max(map(len, answers)) <= 2
+    assert {status for answer in answers for status in answer} <= {200, 504, *REFUSALS}
+    wait_until(lambda: impatient.do(lambda: impatient.pipeline.batcher.admitted) == 0)
 
 
 class RecordingParser(deserialization.MessageParser):
@@ -447,30 +450,3 @@ def test_calls_always_release_the_memory_of_their_messages(monkeypatch):
             wait_until(lambda: parser.taken > len(body) / 2)
         wait_until(lambda: parser.taken == 0)
         served.do(served.pipeline.batcher.resume)
-
-
-def resident(pid):
-    """Return the peak memory of a process in bytes."""
-    return 1024 * int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0])
-
-
-def test_many_large_messages_at_once_stay_within_the_memory_limits():
-    photo = json.dumps({"image": "A" * (10 * MIB)}).encode()
-    with (
-        server_process(
-            ("small=torchvision:mobilenet_v3_small?weights=none&size=64",),
-            "--threads",
-            "1",
-            "--http-address",
-            "0",
-        ) as server,
-        ThreadPoolExecutor(16) as callers,
-    ):
-        port = server.http_port
-        post(port, EXPLAIN, photo)
-        before = resident(server.pid)
-        found = Counter(response.status for response in callers.map(lambda _: post(port, EXPLAIN, photo), range(48)))
-        grown = resident(server.pid) - before
-
-    assert found == {400: 48}
-    assert grown <= 350 * MIB
