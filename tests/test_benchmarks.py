@@ -16,7 +16,7 @@ from benchmarks.scale import TINY
 
 import needs
 
-pytestmark = pytest.mark.timeout(300)  # a server is started, which on a busy machine takes its time
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,7 +58,6 @@ def test_engine_is_timed_together_with_a_plain_forward_pass():
     assert all(float(speeds[name]) > 0 for name in (engine.PLAIN_LAST, engine.OURS, engine.OURS_HALF))
 
 
-@pytest.mark.slow
 def test_server_is_measured_below_and_beyond_its_capacity():
     part = served.measure(TINY, say=quietly)
 
@@ -69,7 +68,6 @@ def test_server_is_measured_below_and_beyond_its_capacity():
     assert any("120%" in bar.what for bar in part.bars)
 
 
-@pytest.mark.slow
 def test_every_stage_of_a_request_has_its_time():
     part = stages.measure(TINY, say=quietly)
 
@@ -86,7 +84,6 @@ def test_every_stage_exists_in_the_service(where):
     assert callable(functools.reduce(getattr, names, module))
 
 
-@pytest.mark.slow
 def test_neighbours_benchmark_measures_a_callers_latency():
     part = neighbours.measure(TINY, say=quietly)
 
@@ -94,7 +91,6 @@ def test_neighbours_benchmark_measures_a_callers_latency():
     assert [len(table.rows) for table in (beside, refused)] == [2, 3]
 
 
-@pytest.mark.slow
 def test_memory_is_measured_before_and_at_the_peak_of_a_batch(monkeypatch, capsys):
     def here(*arguments):
         memory.peak(*arguments)
@@ -106,7 +102,6 @@ def test_memory_is_measured_before_and_at_the_peak_of_a_batch(monkeypatch, capsy
     assert {"resnet18", "resnet18 float32"} == set(rows_of(part))
 
 
-@pytest.mark.slow
 def test_diff_finds_planted_changes_but_not_noise(monkeypatch):
     trained = functools.partial(toy.trained, count=1200, epochs=4)
     copies = {
@@ -151,7 +146,6 @@ def test_bar_reports_if_it_is_met():
     assert "| **no**" in results.as_text(part)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, page.CHROMIUM)), reason=needs.CHROMIUM)
 def test_page_is_timed_in_a_browser(monkeypatch):
     monkeypatch.setattr(page, "SECONDS", 0.1)  # real timeout: every slider draws at least one frame

@@ -21,8 +21,7 @@ from camserve_server.imaging import images, render, scales
 from camserve_server.imaging.values import Rendering
 from camserve_server.models.source import DEFAULT_PREPROCESS
 
-pytestmark = pytest.mark.timeout(300)  # processes are started, which on a busy machine takes its time
-
+pytestmark = pytest.mark.slow
 ROOT = Path(serving.HERE).parent
 MANY = Load(measure.OVERLAY, bursts.SLEEPING, measure.MANY)
 STACKS = "run (server.py:10);decode (images.py:80) 120\nrun (server.py:10);<listcomp> (a b.py:3) 30\n\n"
@@ -286,7 +285,6 @@ def test_load_generator_counts_what_a_bare_server_answers():
     assert min(unary.rate, stream.rate, unary.p99 - unary.p50) > 0
 
 
-@pytest.mark.slow
 def test_front_is_measured_in_its_smallest_form():
     part = measure.measure(TINY, say=lambda _words: None)
 
@@ -297,7 +295,6 @@ def test_front_is_measured_in_its_smallest_form():
     assert len(cores.rows) == 5
 
 
-@pytest.mark.slow
 def test_checkout_is_compared_with_itself():
     part = measure.measure(replace(TINY, against=ROOT), say=lambda _words: None)
 

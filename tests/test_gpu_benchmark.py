@@ -16,9 +16,8 @@ from camserve_server.core.limits import Limits
 from camserve_server.imaging import images, render, scales
 from camserve_server.imaging.values import Box, Rendering
 
+pytestmark = pytest.mark.slow
 SHARES = {"event loop": 0.2, "engine's CPU": 0.4, "engine's time": 0.9, "image threads": 0.3, "GPU": 0.6, "cores": 0.5}
-
-pytestmark = pytest.mark.timeout(300)  # servers are started, which on a busy machine takes its time
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,7 +37,6 @@ def run(monkeypatch, *words):
     program.main()
 
 
-@pytest.mark.slow
 def test_every_part_runs_and_is_written_to_the_report(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(Clock, "allows", lambda *_: True)  # a busy machine measures all the same
     run(monkeypatch, "--device", "cpu", "--quick", "--out", str(tmp_path / "found.md"))

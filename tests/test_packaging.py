@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from tools import release_notes
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 VERSION = PROJECT["project"]["version"]
@@ -110,7 +111,6 @@ def test_source_distribution_can_be_built_tested_and_tried(built):
     assert not any("__pycache__" in name or name.startswith((".venv", "out/")) for name in names)
 
 
-@pytest.mark.slow
 def test_client_without_extras_can_be_imported_without_torch(installed):
     code = """
 import sys, importlib.util as find, camserve
@@ -128,7 +128,6 @@ with camserve.Client("localhost:1"):
     assert (result.returncode, result.stdout, result.stderr) == (0, "works\n", "")
 
 
-@pytest.mark.slow
 def test_client_command_works_without_extras(installed):
     helped = run(installed / "camserve", "--help", cwd=installed)
     version = run(installed / "camserve", "--version", cwd=installed)
@@ -142,7 +141,6 @@ def test_client_command_works_without_extras(installed):
     assert alone.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["serve"], ["--help"], []])
 def test_server_without_extras_names_the_missing_one(installed, arguments):
     result = run(installed / "camserve-server", *arguments, cwd=installed)
@@ -153,7 +151,6 @@ def test_server_without_extras_names_the_missing_one(installed, arguments):
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
 def test_second_build_elsewhere_has_the_same_bytes(built, tmp_path):
     """The second build is of the source distribution, in another folder, with other file times and permissions."""
     (source,) = built.glob("*.tar.gz")

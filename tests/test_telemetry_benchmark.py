@@ -4,6 +4,7 @@ import pytest
 from benchmarks import perf_analyzer, telemetry
 from benchmarks.results import page_with
 
+pytestmark = pytest.mark.slow
 ALONE = {telemetry.COUNTED: 19.6, telemetry.UNKEPT: 33.0, telemetry.TRACED: 150.4}
 SERVED = {telemetry.ALONE: 2.0, telemetry.COUNTED: 2.031, telemetry.TRACED: 2.5}
 

@@ -7,6 +7,7 @@ from benchmarks.texts import measure, toy
 
 import needs
 
+pytestmark = pytest.mark.slow
 hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
 
 
@@ -48,7 +49,6 @@ def test_peak_and_share_of_a_quadrant_are_those_of_its_values():
     assert measure._in_quadrant(heatmap, 3) == (False, 0)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_three_methods_find_the_quadrant_of_nine_captions_in_ten():
     with measure.served() as client:

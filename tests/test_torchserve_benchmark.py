@@ -15,6 +15,7 @@ from PIL import Image
 
 from support import wait_until
 
+pytestmark = pytest.mark.slow
 NOBODY = servers.Group(0)
 
 

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import perf_analyzer
 from benchmarks.photos import photos
 
+pytestmark = pytest.mark.slow
 REPORT = """Concurrency,Inferences/Second,Client Send,Network+Server Send/Recv,Server Queue,Server Compute Input,\
 Server Compute Infer,Server Compute Output,Client Recv,p50 latency,p90 latency,p95 latency,p99 latency
 16,80.25,12,3000,41000,900,150000,1200,9,190000,210000,215000,220500

@@ -9,6 +9,7 @@ from camserve.v1 import explain_pb2
 from compatibility import calls, comparing, storage
 from compatibility.test_wire import KNOWN
 
+pytestmark = pytest.mark.slow
 RECORD = {"fields": ["name", "score=0.0"], "names": {"timeout": "=None", "box": "=None"}}
 
 

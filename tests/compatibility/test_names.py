@@ -6,6 +6,7 @@ import pytest
 
 from compatibility import comparing, storage, surfaces
 
+pytestmark = pytest.mark.slow
 IMPORTS = storage.read("imports")
 SETTINGS = storage.read("settings")
 

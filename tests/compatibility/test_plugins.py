@@ -10,6 +10,7 @@ import camserve_server
 from camserve_server import methods
 from compatibility import calls, comparing, servers, storage
 
+pytestmark = pytest.mark.slow
 RECORDED = storage.read("plugin")
 LEVEL = 0.25
 

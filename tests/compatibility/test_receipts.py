@@ -9,6 +9,7 @@ import camserve
 from camserve.cli import main
 from compatibility import comparing, storage
 
+pytestmark = pytest.mark.slow
 PHOTO = storage.FOLDER / "photo.png"
 RECEIPTS = {path.name.removesuffix(".receipt.json"): path for path in sorted(storage.FOLDER.glob("*.receipt.json"))}
 

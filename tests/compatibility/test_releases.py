@@ -17,6 +17,7 @@ import camserve
 from compatibility import nets, release, storage, surfaces
 from server_process import server_process
 
+pytestmark = pytest.mark.slow
 (WHEEL,) = storage.FOLDER.glob("*.whl")
 RECORDED = WHEEL.name.split("-")[1]
 CHANGELOG = (surfaces.ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
@@ -66,7 +67,6 @@ def test_client_of_recorded_release_gets_what_the_new_client_gets(address, with_
     check(outcomes_of_release(address, with_release), release.outcomes(address), with_release)
 
 
-@pytest.mark.slow
 def test_new_client_gets_what_the_client_of_recorded_release_gets(with_release):
     """It is slow because the recorded server is a process that imports torch."""
     with server_process(nets.MODELS, "--device", "cpu", "--threads", "1") as server:

@@ -11,6 +11,7 @@ import camserve_server
 from camserve.cli import main
 from compatibility import servers, storage
 
+pytestmark = pytest.mark.slow
 FLAGS = ("explain", "photos", "-o", "out", "--resume")
 
 
@@ -49,7 +50,6 @@ def test_recorded_job_is_completed_without_repeating_photos(folder):
     check_completed(folder, before)
 
 
-@pytest.mark.slow
 def test_servers_own_command_completes_a_recorded_job(folder):
     """It is slow because it starts two processes that import torch."""
     before = servers.rows(folder)

@@ -4,6 +4,7 @@ import pytest
 
 from compatibility import comparing, servers, storage
 
+pytestmark = pytest.mark.slow
 RECORDED = storage.read("telemetry")
 
 

@@ -8,6 +8,7 @@ import pytest
 import camserve
 from compatibility import calls, comparing, record, storage, surfaces, tape
 
+pytestmark = pytest.mark.slow
 RECORDED = storage.read("calls")
 INFERENCES = storage.read("inferences")
 WIRE = storage.read("wire")

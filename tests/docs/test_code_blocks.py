@@ -8,15 +8,7 @@ import pytest
 
 from docs.pages import PAGES, ROOT, Reader, Servers
 
-SLOW = {
-    "docs/evaluation.md",
-    "docs/tutorials/ci-gate.md",
-    "docs/tutorials/classifier.md",
-    "docs/tutorials/clip.md",
-    "docs/tutorials/detector.md",
-}
-"""Pages that ask for many rows or train a network."""
-
+pytestmark = pytest.mark.slow
 REASONS = {
     "downloads weights",
     "needs a GPU",
@@ -57,8 +49,7 @@ def reader(shared, tmp_path, monkeypatch):
 
 
 def named(path):
-    name = path.relative_to(ROOT).as_posix()
-    return pytest.param(path, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+    return pytest.param(path, id=path.relative_to(ROOT).as_posix())
 
 
 @pytest.mark.timeout(600)

@@ -6,6 +6,8 @@ import pytest
 
 from docs.pages import Reader
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def read(tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ from camserve_server.core import config, devices
 from camserve_server.core.errors import ConfigError
 from support import PHOTOS
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "service/Dockerfile").read_text("utf-8")
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))

@@ -21,6 +21,7 @@ from camserve_server.core import config
 from camserve_server.serving import pool_sizing
 from camserve_server.telemetry import prometheus
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 VERSIONS = ("1.32", kubernetes_validate.latest_version())
