@@ -137,7 +137,8 @@ def server_process(models, *flags, ready=True, forked=False, cwd=None, environme
         ChildProcessError: the server ended before it was ready; the message has its log.
     """
     model_flags = [part for model in models for part in ("--model", model)]
-    words = ["serve", "--address", "127.0.0.1:0", *model_flags, *map(str, flags)]
+    address = () if "--address" in flags else ("--address", "127.0.0.1:0")
+    words = ["serve", *address, *model_flags, *map(str, flags)]
     variables = {**os.environ, **dict.fromkeys(TEST_VARIABLES), **fork_server.NO_CACHE, **(environment or {})}
     variables = {name: str(value) for name, value in variables.items() if value is not None}
     with tempfile.TemporaryFile() as log:
