@@ -219,9 +219,9 @@ def test_each_part_prints_a_line_when_it_ends(project):
     assert code == 0
     assert without_time(shown).splitlines() == [
         "fast tests in 2 parts, 1 at a time:",
-        "  tests/test_a.py, tests/test_b.py (2 files)",
+        "  tests (2 files)",
         "  tests/e2e/test_c.py",
-        "[ 1/2] tests/test_a.py, tests/test_b.py: 2 passed, 0 failed, 0 skipped",
+        "[ 1/2] tests: 2 passed, 0 failed, 0 skipped",
         "[ 2/2] tests/e2e/test_c.py: 1 passed, 0 failed, 0 skipped",
         "",
         "3 passed, 0 failed, 0 skipped",
@@ -327,6 +327,12 @@ def test_every_file_is_in_one_part_with_files_of_its_group(seed):
     assert sorted(file for part in divided for file in part.files) == sorted(FILES)
     assert all(len({file.split("/")[1] for file in part.files}) == 1 for part in divided if len(part.files) > 1)
     assert all(part.seconds <= 1.5 * parts.PART_SECONDS for part in divided if len(part.files) > 1)
+
+
+def test_there_are_few_parts_however_long_the_tests_take():
+    divided = parts.divide(FILES, dict.fromkeys(FILES, 1000.0))
+
+    assert parts.MOST_PARTS <= len(divided) <= parts.MOST_PARTS + len(parts.GROUPS)
 
 
 def test_longest_part_starts_first():

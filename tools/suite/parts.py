@@ -1,6 +1,7 @@
 """Parts of the test suite: files that one process of pytest tests."""
 
 import json
+import math
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +14,8 @@ SECONDS = "tools/suite/seconds.json"
 CHOICES = {"fast": "not slow and not search", "slow": "slow and not search", "all": "not search"}
 """Expressions that choose tests by their markers."""
 
-PART_SECONDS = 75
+PART_SECONDS = 75  # of a part, if there are fewer than MOST_PARTS
+MOST_PARTS = 16  # the start of each takes seconds, to import torch
 DEFAULT_SECONDS = 0.3  # of a file that is not listed in SECONDS
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -41,7 +43,7 @@ class Part:
     @property
     def title(self) -> str:
         """The folders, or the only file."""
-        folders = dict.fromkeys("/".join(file.split("/")[:2]) for file in self.files)
+        folders = dict.fromkeys("/".join(file.split("/")[:-1][:2]) for file in self.files)
         return self.files[0] if len(self.files) == 1 else ", ".join(folders)
 
     @property
@@ -67,9 +69,16 @@ def divide(files: Iterable[str], seconds: Mapping[str, float], seed: int | None 
 
     With a seed, the order of folders, of the files in each, and of the parts is random.
     """
-    chance = random.Random(seed)  # noqa: S311 -- an order to repeat, no secret
-    order = sorted(files) if seed is None else _shuffled(sorted(files), chance)
-    parts = [part for group in GROUPS for part in _cut([file for file in order if _group(file) == group], seconds)]
+    chance, order = random.Random(seed), sorted(files)  # noqa: S311 -- an order to repeat, no secret
+    if seed is not None:
+        order = _shuffled(order, chance)
+    times = {file: seconds.get(file, DEFAULT_SECONDS) for file in order}
+    limit = max(PART_SECONDS, sum(times.values()) / MOST_PARTS)
+    parts = [
+        part
+        for group in GROUPS
+        for part in _cut({file: time for file, time in times.items() if _group(file) == group}, limit)
+    ]
     if seed is None:
         return sorted(parts, key=lambda part: -part.seconds)
     return chance.sample(parts, len(parts))
@@ -83,14 +92,13 @@ def _shuffled(files: list[str], chance: random.Random) -> list[str]:
     return [file for folder in order for file in chance.sample(folders[folder], len(folders[folder]))]
 
 
-def _cut(files: list[str], seconds: Mapping[str, float]) -> Iterator[Part]:
-    """Cut a list of files into parts that are about equally long, and not longer than PART_SECONDS, where possible."""
-    times = [seconds.get(file, DEFAULT_SECONDS) for file in files]
-    limit = sum(times) / max(1, -(-sum(times) // PART_SECONDS))
+def _cut(times: dict[str, float], limit: float) -> Iterator[Part]:
+    """Cut a list of files with their times into parts that are about equally long, and about the limit at most."""
+    length = sum(times.values()) / max(1, math.ceil(sum(times.values()) / limit))
     chosen: list[str] = []
     total = 0.0
-    for file, time in zip(files, times, strict=True):
-        if chosen and total + time / 2 > limit:
+    for file, time in times.items():
+        if chosen and total + time / 2 > length:
             yield Part(tuple(chosen), total)
             chosen, total = [], 0.0
         chosen.append(file)
