@@ -9,6 +9,9 @@ from pathlib import Path
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "536870912"}
 """As the container has it, for every contestant that runs in this process: else large batches pay for page faults."""
 
+LONG = ("long_requests", "contention")
+"""Parts that take long: the first one is left out of a quick run, the second one runs only if it is named."""
+
 AGAINST = 8  # rounds of a comparison of checkouts: one ratio is worth little where a machine's speed changes
 
 
@@ -16,7 +19,7 @@ def main() -> None:
     """Measure the parts that are asked for, or all of them."""
     import torch  # noqa: PLC0415 -- after the restart
 
-    from benchmarks import cost, engine, long_requests, memory, neighbours, page, results, served, stages  # noqa: PLC0415 -- after the restart
+    from benchmarks import contention, cost, engine, long_requests, memory, neighbours, page, results, served, stages  # noqa: PLC0415 -- after the restart
     from benchmarks.front import measure as front  # noqa: PLC0415
     from benchmarks.scale import SCALES  # noqa: PLC0415
 
@@ -30,6 +33,7 @@ def main() -> None:
         "neighbours": neighbours.measure,
         "front": front.measure,
         "page": page.measure,
+        "contention": contention.measure,
     }
     asked = _arguments(list(parts), list(SCALES))
     scale = SCALES[asked.scale]
@@ -43,7 +47,7 @@ def main() -> None:
         scale = replace(scale, batches=tuple(asked.batches))
     scale = replace(scale, processes=asked.processes or scale.processes, against=asked.against)
     scale = replace(scale, rounds=asked.rounds or (AGAINST if asked.against else scale.rounds))
-    for name in asked.parts or [one for one in parts if scale.photos or one != "long_requests"]:
+    for name in asked.parts or [one for one in parts if one not in LONG or (scale.photos and one == "long_requests")]:
         load = os.getloadavg()[0]
         part = parts[name](scale)
         print(f"\n## {name}\n\n{results.as_text(part)}", flush=True)
@@ -75,14 +79,14 @@ def _arguments(parts: list[str], scales: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--processes", type=_counts, metavar="N,N", help="of a server, for front (default: 1; with --full 1,2)"
     )
-    parser.add_argument("--against", type=Path, metavar="PATH", help="compare front with another checkout instead")
+    parser.add_argument("--against", type=Path, metavar="PATH", help="compare front or contention with a checkout")
     parser.add_argument("--write", action="store_true", help="put what is found into RESULTS.md")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent, help="of RESULTS.md")
     asked = parser.parse_args()
     if unknown := set(asked.parts) - set(parts):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: there are {', '.join(parts)}")
-    if asked.against and (asked.parts != ["front"] or asked.write):
-        parser.error("--against compares the part front with another checkout: name no other part, and write nothing")
+    if asked.against and (asked.parts not in (["front"], ["contention"]) or asked.write):
+        parser.error("--against compares front or contention with another checkout: name one, and write nothing")
     return asked
 
 

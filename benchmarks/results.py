@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-PARTS = ("engine", "served", "stages", "memory", "cost", "long_requests", "front", "page")
+PARTS = ("engine", "served", "stages", "memory", "cost", "long_requests", "front", "page", "contention")
 _VERSIONS = ("torch", "torchvision", "grad-cam", "torchcam", "captum", "grpcio", "opencv-python-headless")
 _FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 

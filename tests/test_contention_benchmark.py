@@ -1,0 +1,63 @@
+"""The benchmark beside other programs: its ratios, and one measurement of each kind in its smallest form."""
+
+import dataclasses
+
+import pytest
+from benchmarks import contention
+from benchmarks.contention import DEFAULT, PASSIVE, QUIET, Sample, Subject
+from benchmarks.scale import TINY
+
+pytestmark = pytest.mark.slow
+
+
+def quietly(_words):
+    pass
+
+
+def sampled(monkeypatch, seconds):
+    """Replace measurements by `seconds` for a checkout (None for this one) and a policy; return the environments."""
+    environments = []
+
+    def sample(subject, _calls, environment, _prefix=()):
+        environments.append(environment)
+        p50 = seconds[subject.tree, PASSIVE if environment else DEFAULT]
+        return Sample(ready=100 * p50, p50=p50, rate=1 / p50)
+
+    monkeypatch.setattr(Subject, "sample", sample)
+    return environments
+
+
+def test_ratios_are_to_a_quiet_machine_and_to_passive_threads(monkeypatch):
+    monkeypatch.setattr(contention, "PROGRAMS", {QUIET: 0, "one program": 1})
+    environments = sampled(monkeypatch, {(None, DEFAULT): 0.04, (None, PASSIVE): 0.02})
+    part = contention.measure(TINY, say=quietly)
+
+    assert environments == [{}, {"OMP_WAIT_POLICY": "PASSIVE"}] * 4
+    quiet, beside = part.tables[0].rows[:2]
+    assert quiet == ("resnet18, in-process", "quiet", "4.0", "2.0", "40.0", "20.0", "1.00", "2.00")
+    assert beside[1] == "one program"
+    assert [bar.met for bar in part.bars[:4]] == [False, True, True, False]
+
+
+def test_other_checkout_is_compared_by_speed(monkeypatch, tmp_path):
+    sampled(monkeypatch, {(None, DEFAULT): 0.04, (tmp_path, DEFAULT): 0.02})
+    part = contention.measure(dataclasses.replace(TINY, against=tmp_path, rounds=2), say=quietly)
+
+    assert [row[2:] for row in part.tables[0].rows] == [("0.500", "0.50 0.50")] * 4
+    assert not any(bar.met for bar in part.bars)
+
+
+@pytest.mark.parametrize("way", contention.WAYS)
+def test_each_way_is_measured_in_a_new_process(way):
+    sample = Subject(way, TINY.spec("resnet18")).sample(2, {})
+
+    assert min(dataclasses.astuple(sample)) > 0
+
+
+def test_quota_that_cannot_be_set_is_left_out(monkeypatch):
+    def refuse(*_args):
+        raise PermissionError
+
+    monkeypatch.setattr(contention.Path, "mkdir", refuse)
+    with contention._quota(wanted=True) as prefix:
+        assert prefix is None
