@@ -1,4 +1,4 @@
-# Commands for developers. Every change must pass `make check test`.
+# Commands for developers. Every change must pass `make check test`, and in CI also the slow tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,12 +17,12 @@ OPEN_INFERENCE := camserve_server/api/oip/v2/inference.proto
 BASE ?= origin/main
 
 MINUTES ?= 10
-SEED ?= 0
-TIMES ?= 3
+N ?= 3
+BUSY ?= 2
 TORCH ?= gpu
 DOCKER_FLAGS ?=
 
-.PHONY: setup node browser demo test test-slow .slow-waiting .slow-others test-simulated test-memory test-processors test-busy .methods .small .whole .simulated test-ray test-yolo test-site soak fuzz dist release-files release-dry-run lock check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types mypy pyright contracts proto-check sync-check clean gallery pictures parity precision reference docs
+.PHONY: setup node browser demo test test-slow test-all test-flaky test-simulated test-memory test-processors test-ray test-yolo test-site soak fuzz dist release-files release-dry-run lock check bench bench-diff bench-pyramid bench-front bench-torchserve bench-triton bench-gpu architectures protos sync-client lint types mypy pyright contracts proto-check sync-check clean gallery pictures parity precision reference docs
 
 setup: $(VENV)/.done  ## create the .venv with all dependencies
 
@@ -79,62 +79,40 @@ browser: .browser/.done  ## install Chromium and axe-core, with which the page i
 demo: setup  ## start the server, explain a photo of a cat, write the overlay to out/
 	$(BIN)/python examples/demo.py
 
-# The tests run in four parts, three at a time. The first computes a lot, the second has many small tests, the third also
-# waits for real servers, and the last has a simulated GPU, which changes torch for its whole process. Make starts them,
-# because background processes of a shell, and all their children, ignore Ctrl-C.
-METHODS := $(addprefix tests/,methods models engine jobs metrics targets)
-WHOLE := tests/e2e tests/robustness
-SIMULATED := tests/simulated
-PARTS := methods small whole simulated
-
-test: setup node $(TRITON_VENV)/.done  ## run all tests except the slow ones; COVERAGE=1 also measures coverage
-	$(if $(COVERAGE),$(BIN)/python -m coverage erase)
-	$(MAKE) --no-print-directory -k -j3 $(PARTS:%=.%); code=$$?; \
-	  cat .methods.log .small.log .simulated.log; $(BIN)/python tests/skipped.py $(PARTS:%=.skipped.%); \
-	  rm .methods.log .small.log .simulated.log; exit $$code
-	$(if $(COVERAGE),$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report)
-
-# Several parts run at the same time, so waiting threads must not spin: they would keep the core from the thread that they
-# wait for. Of a server with two threads, one map by SmoothGrad took 20 s of processor time beside another part, and 1 s so.
+# Waiting threads must not spin, because several parts of the tests run at the same time: they would keep the core from the
+# thread that they wait for. Of a server with two threads, one map by SmoothGrad took 20 s of processor time beside another
+# part, and 1 s so.
 PATIENT = OMP_WAIT_POLICY=passive
-RUN = $(PATIENT) SKIPPED_FILE=.skipped$@ $(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest -m "not slow and not search"
+RUN_TESTS = $(PATIENT) $(BIN)/python -m tools.run_tests $(if $(COVERAGE),--coverage) $(if $(SEED),--seed $(SEED))
+# The bound on coverage is for all tests. So `test` has none, and `test-slow` adds to what `test` measured before it.
+ERASE = $(if $(COVERAGE),$(BIN)/python -m coverage erase)
+REPORT = $(if $(COVERAGE),$(BIN)/python -m coverage combine -q --append && $(BIN)/python -m coverage report)
 
-.methods:
-	@OMP_NUM_THREADS=1 $(RUN) $(METHODS) >$@.log 2>&1
+test: setup node $(TRITON_VENV)/.done  ## run all tests except the slow ones; COVERAGE=1 measures coverage, SEED=N shuffles
+	$(ERASE)
+	$(RUN_TESTS) fast
+	$(REPORT) $(if $(COVERAGE),--fail-under=0)
 
-.small:
-	@OMP_NUM_THREADS=1 $(RUN) $(patsubst %,--ignore=%,$(METHODS) $(WHOLE) $(SIMULATED)) >$@.log 2>&1
+test-slow: setup browser docs  ## run the slow tests: pages, packaging, compatibility, long searches
+	$(RUN_TESTS) slow
+	$(REPORT)
 
-.simulated:
-	@OMP_NUM_THREADS=1 $(RUN) $(SIMULATED) >$@.log 2>&1
+test-all: setup node browser docs $(TRITON_VENV)/.done  ## run all tests
+	$(ERASE)
+	$(RUN_TESTS) all
+	$(REPORT)
 
-# Its workers compute with two threads, as in production.
-.whole:
-	@$(RUN) $(WHOLE)
-
-# Two parts that -j2 runs at the same time, about as long: much of the first one is waiting.
-WAITING = tests/robustness tests/e2e/test_page.py $(patsubst %,tests/test_%_benchmark.py,front gpu text)
-
-test-slow: .slow-waiting .slow-others  ## run the tests marked slow: long searches, training of toy models, memory cgroups
-
-.slow-waiting: setup browser
-	$(PATIENT) $(BIN)/python -m pytest -m slow --durations=10 $(WAITING)
-
-.slow-others: setup browser
-	$(PATIENT) $(BIN)/python -m pytest -m slow --durations=10 $(WAITING:%=--ignore %)
+test-flaky: setup node $(TRITON_VENV)/.done  ## run `make test` N=3 times, shuffled, beside BUSY=2 programs; CORES=1, SEED=N
+	$(PATIENT) $(BIN)/python -m tools.find_flaky --runs $(N) --busy $(BUSY) $(if $(CORES),--cores $(CORES)) $(if $(SEED),--seed $(SEED))
 
 test-simulated: setup  ## run the tests on a simulated GPU
-	$(BIN)/python -m pytest $(SIMULATED)
+	$(BIN)/python -m pytest tests/simulated
 
 test-memory: setup  ## search for the load of one caller that needs the most memory: about fifteen minutes
 	$(BIN)/python -m pytest -m "slow or search" tests/robustness/test_memory_search.py tests/robustness/test_memory_limit.py
 
 test-processors: setup  ## run the parity and capture tests as on other processors; ALL=1 for all tests that compute
 	PYTHON=$(BIN)/python tests/other_processors.sh $(if $(ALL),all)
-
-test-busy: setup  ## run `make test` TIMES=3 times while another program uses a full core
-	@$(BIN)/python -c "while True: pass" & busy=$$!; trap "kill $$busy" EXIT; trap "exit 1" INT TERM; \
-	  for number in $$(seq $(TIMES)); do $(MAKE) --no-print-directory test || exit 1; done
 
 $(RAY_VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(RAY_VENV)
@@ -162,7 +140,7 @@ soak: setup  ## load a server to saturation for MINUTES=10, and check its respon
 	cd tests && ../$(BIN)/python -m robustness.soak --minutes $(MINUTES)
 
 fuzz: setup  ## send 5,000 mutants of images and of messages to a server; SEED=N changes which
-	FUZZ_SEED=$(SEED) $(BIN)/python -m pytest tests/robustness/test_fuzz.py
+	FUZZ_SEED=$(or $(SEED),0) $(BIN)/python -m pytest tests/robustness/test_fuzz.py
 
 $(DIST_VENV)/.done: tools/dist.lock
 	rm -rf $(DIST_VENV)

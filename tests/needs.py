@@ -15,7 +15,7 @@ CUDA_BUILD = missing("torch for CUDA", "make setup on Linux")
 DOCKER = missing("a Docker engine that answers", "apt-get install docker.io")
 HAPROXY = missing("HAProxy", "apt-get install haproxy")
 IMAGE = missing(
-    "a built image", "docker build -f service/Dockerfile -t camserve . && CAMSERVE_TEST_IMAGE=camserve make test"
+    "a built image", "docker build -f service/Dockerfile -t camserve . && CAMSERVE_TEST_IMAGE=camserve make test-slow"
 )
 JAVA = missing(
     "grpc-java with its compiler",
