@@ -89,12 +89,14 @@ def captured_by_hand(peers):
     return list(zip(kept[0].detach().numpy(), gradients.numpy(), strict=True))
 
 
+@pytest.mark.slow  # `test_parity.py` has these formulas and libraries, too
 @pytest.mark.parametrize("method", PAPERS)
 def test_map_equals_the_papers_formula(seen, method):
     ours, peers = seen
     assert worst(ours[method], lambda each: [PAPERS[method](a, g) for a, g in captured_by_hand(each)], peers) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "peer"), [("gradcam", "GradCAM"), ("hirescam", "HiResCAM"), ("layercam", "LayerCAM")])
 def test_map_equals_that_of_pytorch_grad_cam_after_its_normalisation_and_resize(seen, name, peer):
     def theirs(peers):
@@ -116,6 +118,7 @@ def between_0_and_1(heatmap, eps):
     return shifted / (eps + shifted.max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "peer"), [("gradcam", "GradCAM"), ("layercam", "LayerCAM")])
 def test_map_equals_that_of_torchcam_after_its_relu_and_normalisation(seen, name, peer):
     def theirs(peers):
@@ -127,6 +130,7 @@ def test_map_equals_that_of_torchcam_after_its_relu_and_normalisation(seen, name
     assert worst([between_0_and_1(each, 1e-8) for each in positive], theirs, peers) <= 1
 
 
+@pytest.mark.slow
 def test_signed_gradcam_map_equals_captums(seen):
     ours, peers = seen
     assert worst(ours["gradcam"], lambda each: captums(each, each.classes), peers) <= 1
@@ -138,6 +142,7 @@ def captums(peers, classes):
     return result.detach()[:, 0]
 
 
+@pytest.mark.slow
 def test_map_of_a_wrong_class_is_detected(seen):
     """A planted fault: the comparisons above can tell one class's map from another's."""
     ours, peers = seen

@@ -66,7 +66,10 @@ def test_map_is_the_papers_sum_over_masks(finder, divisor):
         assert error_ratio(explanation.heatmap, *expected) <= 1
 
 
-@pytest.mark.parametrize(("rank", "place"), list(enumerate(PLACES.values())))
+@pytest.mark.parametrize(
+    ("rank", "place"),
+    [pytest.param(*each, marks=pytest.mark.slow if each[0] else ()) for each in enumerate(PLACES.values())],
+)
 def test_highest_tenth_of_a_map_is_at_the_object(finder, rank, place):
     (explanation,) = explain(finder, painted(**PLACES), job(finder, [call("drise")], [RankTarget(rank)])).explanations
     top, left, side = place

@@ -54,6 +54,7 @@ def deviation(image, share):
     return share * float((image.max() - image.min()).detach())
 
 
+@pytest.mark.slow  # `test_parity.py` has the same on other photos
 @pytest.mark.parametrize("photo", ["rocket", "china", "flower"])
 def test_saliency_equals_captums(lite0, photos, photo):
     (ours,) = explain(lite0, photos[photo], job(lite0, ["saliency"], [RankTarget(0)])).explanations
@@ -291,7 +292,7 @@ def curved_for(plant, channels):
     return plant(lambda: models.Source(nn.Sequential(*layers, nn.Linear(12 * 9 * 9, 5)), preprocess), size=24)
 
 
-@pytest.mark.parametrize("channels", [1, 3, 12])
+@pytest.mark.parametrize("channels", [1, 3, pytest.param(12, marks=pytest.mark.slow)])
 def test_maps_of_channels_equal_captums_and_make_up_the_map_of_all(plant, channels, monkeypatch):
     model = curved_for(plant, channels)
     image = np.random.default_rng(6).integers(0, 256, (24, 24, channels), np.uint8)
@@ -367,6 +368,7 @@ def test_more_steps_reduce_the_completeness_error(curved, quadrature, bound):
     assert third < bound
 
 
+@pytest.mark.slow
 def test_cubic_steps_beat_gauss_legendre_if_the_score_changes_near_the_baseline(lite0, photos):
     """A photo reaches 90 % of its score in the first tenth of the path from the mean colour."""
     calls = [call("integrated_gradients", steps=10, quadrature=each) for each in ("cubic", "gauss-legendre")]
@@ -381,7 +383,7 @@ def test_cubic_steps_beat_gauss_legendre_if_the_score_changes_near_the_baseline(
     assert 2 * cubic < gauss_legendre
 
 
-FROM = [("chelsea", "mean"), ("coffee", "zero")]
+FROM = [("coffee", "zero")]
 SLOW = [each for each in itertools.product(PHOTOS, ("zero", "mean", "blur")) if each not in FROM]
 
 
@@ -483,7 +485,7 @@ def with_relus(theirs):
     return theirs
 
 
-@pytest.fixture(scope="module", params=["resnet18", "squeezenet1_1"])
+@pytest.fixture(scope="module", params=["resnet18", pytest.param("squeezenet1_1", marks=pytest.mark.slow)])
 def rectified(request):
     """Models whose ReLUs are modules."""
     return models.load(models.parse(f"torchvision:{request.param}?weights=none&size=64"))
@@ -524,8 +526,15 @@ class ByHand(torch.autograd.Function):
         return gradient.clamp(min=0) * ctx.kept, None, None
 
 
-@pytest.mark.parametrize("name", ["guided_backprop", "deconvnet"])
-@pytest.mark.parametrize("arch", ["densenet121", "efficientnet_lite0"])
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [
+        ("densenet121", "guided_backprop"),
+        ("efficientnet_lite0", "deconvnet"),
+        pytest.param("densenet121", "deconvnet", marks=pytest.mark.slow),
+        pytest.param("efficientnet_lite0", "guided_backprop", marks=pytest.mark.slow),
+    ],
+)
 def test_functional_relus_and_relu6_follow_the_rule(name, arch, request, monkeypatch):
     if arch == "densenet121":  # its last ReLU is a function
         model = models.load(models.parse("torchvision:densenet121?weights=none&size=64"))
