@@ -1,6 +1,8 @@
 """Files of the container, and the built image that CAMSERVE_TEST_IMAGE names, if it is set.
 
-To build one and test it: docker build -f service/Dockerfile -t camserve . && CAMSERVE_TEST_IMAGE=camserve make test-slow
+To build one and test it:
+
+    docker build -f service/Dockerfile -t camserve . && CAMSERVE_TEST_IMAGE=camserve make test-slow
 """
 
 import json
