@@ -102,11 +102,11 @@ def graph(node):
 
 
 # Loading its 133 million weights takes seconds, and its in-place ReLUs are those of resnet18.
-SLOW = "vgg11"
+SLOW = ("densenet121", "vgg11", "convnext_tiny", "vit_b_16")
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(each, marks=pytest.mark.slow if each == SLOW else ()) for each in ZOO]
+    scope="module", params=[pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in ZOO]
 )
 def zoo(request):
     size, default, others = ZOO[request.param]

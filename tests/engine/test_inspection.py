@@ -19,8 +19,8 @@ from methods.tools import FACTOR, FLOOR, Toy, doubled, error_ratio, inputs, nois
 INDEX = 1
 FIELDS = ("mean", "std", "minimum", "maximum", "zeros", "norm")
 
-ZOO = ("torchvision:resnet18?weights=none&size=64", "torchvision:densenet121?weights=none&size=64")
-ZOO += ("timm:vit_tiny_patch16_224?weights=none&size=64",)
+ZOO = ("torchvision:resnet18?weights=none&size=64", "timm:vit_tiny_patch16_224?weights=none&size=64")
+ZOO += (pytest.param("torchvision:densenet121?weights=none&size=64", marks=pytest.mark.slow),)
 
 
 def oracle(model, image, index):

@@ -35,7 +35,9 @@ FOLDED = {
 }
 
 
-@pytest.fixture(scope="module", params=FOLDED)
+@pytest.fixture(
+    scope="module", params=[*list(FOLDED)[:3], pytest.param("torchvision:densenet121", marks=pytest.mark.slow)]
+)
 def zoo(request):
     return models.load(parse(f"{request.param}?size=64&weights=none"))
 
@@ -187,7 +189,14 @@ def small_convnext():
 
 
 @pytest.mark.parametrize(
-    "make", [small_vit, small_swin, small_convnext, resnet18, partial(timm.create_model, TINY, img_size=64)]
+    "make",
+    [
+        small_vit,
+        small_swin,
+        small_convnext,
+        resnet18,
+        pytest.param(partial(timm.create_model, TINY, img_size=64), marks=pytest.mark.slow),
+    ],
 )
 def test_half_precision_ends_at_the_default_layer(make, plant):
     """In a transformer, the linear maps over all tokens after the layer are in half precision too."""
@@ -203,7 +212,15 @@ def test_half_precision_ends_at_the_default_layer(make, plant):
     assert min(map(cosine, answers(half), answers(plain(full)))) > 0.99
 
 
-@pytest.mark.parametrize("make", [small_vit, small_swin, small_convnext, partial(timm.create_model, TINY, img_size=64)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        small_vit,
+        small_swin,
+        small_convnext,
+        pytest.param(partial(timm.create_model, TINY, img_size=64), marks=pytest.mark.slow),
+    ],
+)
 def test_float32_results_without_batch_norms_are_the_same(make, plant):
     model = plant(make, size=64, weights="none")
     assert len(model.accelerated.onednn.sites) > 1
@@ -236,7 +253,7 @@ def test_model_without_half_precision_runs_by_autocast_and_is_logged(middle, rea
     assert reason in caplog.text
 
 
-@pytest.mark.parametrize("name", ["chelsea", "coffee"])
+@pytest.mark.parametrize("name", ["coffee", pytest.param("chelsea", marks=pytest.mark.slow)])
 def test_bfloat16_maps_of_photos_resemble_float32_maps(name, lite0, photos):
     """Measured for Grad-CAM, the smallest of three photos: 0.9986."""
     half = models.load(parse("efficientnet_lite0?precision=bfloat16"))

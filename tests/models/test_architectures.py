@@ -269,7 +269,7 @@ def test_image_that_is_not_square_has_its_grid(arch):
 
 EVERY_LAYER = [
     ("torchvision:resnet18", 64),
-    ("torchvision:densenet121", 64),
+    pytest.param("torchvision:densenet121", 64, marks=pytest.mark.slow),
     ("torchvision:mobilenet_v3_small", 64),
     ("torchvision:swin_t", 64),
     ("timm:vit_tiny_patch16_224", 64),
@@ -332,10 +332,11 @@ ROWS = architectures.existing_rows()
 
 
 FAMILIES = """
-torchvision:shufflenet_v2_x0_5 torchvision:squeezenet1_1 timm:convnext_atto timm:edgenext_xx_small timm:levit_128s
-timm:mambaout_femto timm:mixer_s32_224 timm:mobilevit_xxs timm:pvt_v2_b0 timm:vit_tiny_patch16_dinov3_qkvb
+torchvision:squeezenet1_1 timm:convnext_atto timm:mixer_s32_224 timm:pvt_v2_b0
 """.split()  # noqa: SIM905 -- a list would be many lines
 MORE_FAMILIES = """
+torchvision:shufflenet_v2_x0_5 timm:edgenext_xx_small timm:levit_128s timm:mambaout_femto timm:mobilevit_xxs
+timm:vit_tiny_patch16_dinov3_qkvb
 torchvision:mnasnet0_5 timm:cait_xxs24_224 timm:crossvit_tiny_240 timm:deit_tiny_distilled_patch16_224 timm:dla46_c
 timm:efficientvit_m1 timm:gcvit_xxtiny timm:ghostnet_050 timm:nf_regnet_b0 timm:regnetx_002 timm:resnest14d
 timm:starnet_s050 timm:vit_tiny_r_s16_p8_224 timm:vit_wee_patch16_reg1_gap_256 timm:xcit_nano_12_p16_224

@@ -288,6 +288,7 @@ def test_option_size_reaches_timms_transformers():
     assert model.info.layers[model.info.default_layer].layout == Layout("tokens", 6, 6, 1)
 
 
+@pytest.mark.slow
 def test_option_size_reaches_torchvisions_transformers():
     model = models.load(parse("torchvision:vit_b_16?weights=none&size=96"))
     assert model.info.preprocess.size == (96, 96)
@@ -432,10 +433,15 @@ def test_model_that_changes_its_input_in_place_can_be_explained(plant):
     ("text", "layer", "layout"),
     [
         ("torchvision:resnet18?weights=none&size=64", "layer4", Layout("nchw", 2, 2)),
-        ("torchvision:densenet121?weights=none&size=64", "features", Layout("nchw", 2, 2)),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("torchvision:densenet121?weights=none&size=64", "features", Layout("nchw", 2, 2)),
+                ("timm:swin_tiny_patch4_window7_224?weights=none", "norm", Layout("nhwc", 7, 7)),
+            )
+        ),
         ("torchvision:swin_t?weights=none&size=64", "norm", Layout("nhwc", 2, 2)),
         ("timm:vit_tiny_patch16_224?weights=none", "blocks.11.norm1", Layout("tokens", 14, 14, 1)),
-        ("timm:swin_tiny_patch4_window7_224?weights=none", "norm", Layout("nhwc", 7, 7)),
         ("timm:vit_tiny_patch16_dinov3_qkvb?weights=none&classes=5", None, Layout("tokens", 16, 16, 5)),
         pytest.param(
             "torchvision:vit_b_16?weights=none&size=64",
@@ -538,7 +544,7 @@ def test_failed_download_is_refused_with_a_reason(monkeypatch, tmp_path):
 # --- precision ---
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("precision", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_half_precision_predicts_what_float32_predicts(lite0, photos, precision):
     model = models.load(parse(f"efficientnet_lite0?precision={precision}"))
     rows = [Row(photos["chelsea"], RankTarget(0), tuple(map(call, CAMS)))]

@@ -18,11 +18,11 @@ from methods.tools import CAMS, Toy, call, noise, run
 
 MODELS = (
     "efficientnet_lite0?weights=none",
-    "torchvision:resnet18?weights=none&precision=bfloat16",
     "torchvision:googlenet?weights=none",
     "timm:vit_tiny_patch16_224?weights=none&precision=bfloat16",
-    "timm:swin_tiny_patch4_window7_224?weights=none&size=64",
-    "timm:convnext_atto?weights=none",
+    pytest.param("torchvision:resnet18?weights=none&precision=bfloat16", marks=pytest.mark.slow),
+    pytest.param("timm:swin_tiny_patch4_window7_224?weights=none&size=64", marks=pytest.mark.slow),
+    pytest.param("timm:convnext_atto?weights=none", marks=pytest.mark.slow),
 )
 CALLS = {
     "cam": tuple(map(call, CAMS)),

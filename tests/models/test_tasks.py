@@ -236,7 +236,12 @@ DETECTORS = {
 }
 
 
-@pytest.mark.parametrize("name", DETECTORS)
+SLOW = ("retinanet_resnet50_fpn", "fcos_resnet50_fpn")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in DETECTORS]
+)
 def test_map_of_a_detection_equals_autograd(plant, name):
     """The oracle is torchvision's detector, that resizes and normalises by itself."""
     theirs = detector(name, **DETECTORS[name])
