@@ -8,6 +8,14 @@ from robustness import nets
 from support import serving
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _late_heartbeats():
+    """Let worker processes of this process be late, as on a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "HEARTBEAT_TIMEOUT", 60)
+        yield
+
+
 @pytest.fixture(scope="module")
 def tiny_server():
     """Server in this process with a model of 5 classes and default limits."""

@@ -2,12 +2,11 @@
 
 import contextlib
 import os
-import socket
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -18,11 +17,11 @@ from camserve_server.api import grpc_server
 from camserve_server.models import parse
 from camserve_server.workers import Setup, Worker, fork_server
 from camserve_server.workers import worker as worker_module
-from camserve_server.workers.messages import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, Heartbeat
+from camserve_server.workers.messages import Heartbeat
 from camserve_server.workers.replies import serialize
-from support import TINY, children, wait_until
+from server_process import server_process
+from support import TINY, wait_until
 
-SERVE = (sys.executable, "-c", "from camserve_server.cli import main; main()", "serve", "--log-level", "warning")
 MODEL = "tiny=slow_nets:tiny?size=32"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
@@ -68,8 +67,7 @@ def test_worker_lives_and_is_not_ready_while_its_driver_starts(driver, folder, m
         loading = pool.submit(started.load, "tiny", parse(MODEL))
         (child,) = wait_until(lambda: driver.processes("starts"))
         before = len(messages)
-        # More messages than arrive within the timeout after which a silent worker is ended.
-        wait_until(lambda: len(messages) > before + 2 * HEARTBEAT_TIMEOUT / HEARTBEAT_INTERVAL or ended)
+        wait_until(lambda: len(messages) >= before + 4 or ended)
 
         assert not ended
         assert all(isinstance(message, Heartbeat) and not message.ready for message in messages)
@@ -82,7 +80,7 @@ def test_worker_lives_and_is_not_ready_while_its_driver_starts(driver, folder, m
     assert loading.exception()
 
 
-def test_worker_that_sends_heartbeats_but_is_never_ready_is_ended(monkeypatch, ended):
+def test_worker_that_sends_heartbeats_but_is_never_ready_is_ended(monkeypatch, ended, messages):
     ends = []
 
     class NeverReady:
@@ -97,7 +95,7 @@ def test_worker_that_sends_heartbeats_but_is_never_ready_is_ended(monkeypatch, e
 
         def send_heartbeats(self):
             with contextlib.suppress(OSError):
-                while not self.ended.wait(0.05):
+                while not self.ended.wait(0.01):  # real timeout: it only sends now and then
                     self.connection.send_bytes(serialize(Heartbeat(ready=False)))
 
         def end(self):
@@ -108,11 +106,17 @@ def test_worker_that_sends_heartbeats_but_is_never_ready_is_ended(monkeypatch, e
             return -9
 
     monkeypatch.setattr(fork_server, "begin", NeverReady)
-    monkeypatch.setattr(worker_module, "START_TIMEOUT", 1.0)
+    now = [0.0]
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with worker(Setup("cpu", 1)):
+        now[0] = worker_module.START_TIMEOUT
+        before = len(messages)
+        wait_until(lambda: len(messages) >= before + 2 or ended)
+        assert not ended
+        now[0] += 1
         wait_until(lambda: ended)
 
-    assert ended[0] == "a worker process ended: the worker was not ready after 1 s"
+    assert ended[0] == "a worker process ended: the worker was not ready after 300 s"
     assert ends
 
 
@@ -121,51 +125,34 @@ def test_worker_that_sends_heartbeats_but_is_never_ready_is_ended(monkeypatch, e
 
 @contextlib.contextmanager
 def served(folder, driver, *arguments):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [*SERVE, "--model", MODEL, "--address", address, *arguments]
-    environment = {**os.environ, **driver.environment}
-    with (folder / "errors").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, stderr=log, env=environment)
-    try:
-        with grpc.insecure_channel(address) as channel:
-            yield process, health_pb2_grpc.HealthStub(channel)
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        finally:
-            process.kill()
+    """Start a server with a driver, which may not get ready; yield it."""
+    settings = {"ready": False, "cwd": folder, "environment": driver.environment}
+    with server_process((MODEL,), *arguments, **settings) as server:
+        yield server
 
 
-def serves(stub, name=""):
-    try:
+def serves(server, name=""):
+    """Return True if a server reports that a service is ready."""
+    with grpc.insecure_channel(server.address) as channel:
         request = health_pb2.HealthCheckRequest(service=name)
-        # No deadline: a new server imports torch first, which took more than 20 s on a busy machine.
-        return stub.Check(request, wait_for_ready=True).status == SERVING
-    except grpc.RpcError as error:
-        if error.code() is not grpc.StatusCode.UNAVAILABLE:  # it does not listen yet
-            raise
-        return False
+        return health_pb2_grpc.HealthStub(channel).Check(request).status == SERVING
 
 
 @pytest.mark.parametrize("isolation", ["process", pytest.param("thread", marks=pytest.mark.slow)])
 def test_server_lives_while_a_driver_starts_and_then_serves_from_the_cpu(folder, driver, isolation):
-    with served(folder, driver, "--isolation", isolation) as (process, stub):
-        wait_until(lambda: serves(stub, grpc_server.LIVE))
+    with served(folder, driver, "--isolation", isolation) as server:
+        wait_until(lambda: serves(server, grpc_server.LIVE))
         wait_until(lambda: driver.processes("starts"))
-        assert serves(stub, grpc_server.LIVE)
-        assert not serves(stub)
+        assert serves(server, grpc_server.LIVE)
+        assert not serves(server)
         driver.go()
-        wait_until(lambda: serves(stub))
+        wait_until(lambda: serves(server))
         # No process was forked from one in which the driver had started: CUDA would not work there.
-        fork_servers = children(process.pid)
-        workers = [child for parent in fork_servers for child in children(parent)]
+        workers = server.workers()
         assert len(workers) == (isolation == "process")
-        assert driver.processes("starts") == dict.fromkeys([process.pid, *workers], 1)
-    assert process.returncode == 0
-    assert "ended" not in (folder / "errors").read_text()
+        assert driver.processes("starts") == dict.fromkeys([server.pid, *workers], 1)
+        assert server.stop() == 0
+    assert "ended" not in server.log
 
 
 @pytest.mark.parametrize(
@@ -178,19 +165,15 @@ def test_server_lives_while_a_driver_starts_and_then_serves_from_the_cpu(folder,
 def test_server_with_a_missing_device_ends_with_the_reason(folder, version, message):
     driver = fake_cuda.compile_driver(folder, version)
     driver.go()
-    with served(folder, driver, "--device", "cuda:0") as (process, _):
-        code = process.wait()
-    log = (folder / "errors").read_text()
-
-    assert code == 2
-    assert 'device "cuda:0": torch sees 0 CUDA devices here: ' + message in log.replace("\n", " ")
-    assert driver.processes("starts") == {process.pid: 1}
+    with served(folder, driver, "--device", "cuda:0") as server:
+        assert server.wait() == 2
+    assert 'device "cuda:0": torch sees 0 CUDA devices here: ' + message in server.log.replace("\n", " ")
+    assert driver.processes("starts") == {server.pid: 1}
 
 
 @pytest.mark.slow
 def test_server_stops_while_a_driver_starts(folder, driver):
-    with served(folder, driver) as (process, stub):
-        wait_until(lambda: serves(stub, grpc_server.LIVE))
+    with served(folder, driver) as server:
+        wait_until(lambda: serves(server, grpc_server.LIVE))
         wait_until(lambda: driver.processes("starts"))
-        process.terminate()
-        assert process.wait() == 0
+        assert server.stop() == 0

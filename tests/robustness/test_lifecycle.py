@@ -5,7 +5,6 @@ import hashlib
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 from collections import defaultdict
@@ -21,7 +20,6 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import camserve
-import fork_server
 from camserve import cli
 from camserve.v1 import models_pb2, models_pb2_grpc
 from camserve_server.app import server
@@ -29,8 +27,9 @@ from camserve_server.core import config
 from camserve_server.core.errors import ConfigError
 from camserve_server.models.values import ModelInfo
 from camserve_server.serving import repository, worker_pool
-from robustness import error_checks
-from support import alive, children, serving, wait_in_loop_until, wait_until
+from robustness import error_checks, tree
+from server_process import server_process
+from support import alive, serving, wait_in_loop_until, wait_until
 
 NETS = '''
 import os
@@ -49,14 +48,14 @@ class Waiting(nn.Module):
 
     def forward(self, x):
         while (HERE / "hold").exists():
-            time.sleep(0.01)
+            time.sleep(0.01)  # real timeout: it only polls, until the test removes the file
         return x
 
 
 def tiny():
     (HERE / "began").touch()
     while (HERE / "wait").exists():
-        time.sleep(0.01)
+        time.sleep(0.01)  # real timeout: it only polls, until the test removes the file
     layers = nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)
     return nn.Sequential(Waiting(), *layers)
 
@@ -84,7 +83,7 @@ def fatal():
 '''
 IMAGE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
 LONG = bool(os.environ.get("CAMSERVE_LONG"))  # takes half a minute more
-DRAIN_TIMEOUT = 2  # seconds
+DRAIN_SECONDS = 1  # real timeout: a load that the test holds up outlasts it
 
 
 class ModelFolder:
@@ -148,7 +147,7 @@ def start_server(**settings):
 
 
 def client_of(server, **options):
-    return camserve.Client(getattr(server, "address", server), **{"retries": 0, "timeout": 60, **options})
+    return camserve.Client(getattr(server, "address", server), **{"retries": 0, "timeout": 600, **options})
 
 
 @pytest.fixture
@@ -316,20 +315,28 @@ def test_failed_model_can_be_loaded_later(folder):
         assert explain(client).score
 
 
-def test_cancelled_load_finishes_if_it_started_and_is_skipped_otherwise(folder, client):
-    folder.choose(1)
-    (folder.path / "began").unlink()
-    with folder.with_file("wait"):
-        with pytest.raises(camserve.DeadlineExceeded):
-            client.load_model("tiny", timeout=0.5)
-        folder.wait_for_load()
-        with pytest.raises(camserve.DeadlineExceeded):
-            client.load_model("tiny", weights="2.safetensors", timeout=0.5)
-        assert client.model().version == 1
-    wait_until(lambda: client.model().version == 2)
+def test_cancelled_load_finishes_if_it_started_and_is_skipped_otherwise(folder):
+    with (
+        served(folder) as running,
+        client_of(running) as client,
+        grpc.insecure_channel(running.address) as channel,
+    ):
+        load, lock = models_pb2_grpc.ModelServiceStub(channel).LoadModel.future, running.pipeline.repository._lock
+        folder.choose(1)
+        (folder.path / "began").unlink()
+        with folder.with_file("wait"):
+            started = load(models_pb2.LoadModelRequest(name="tiny"))
+            folder.wait_for_load()
+            started.cancel()
+            waiting = load(models_pb2.LoadModelRequest(name="tiny", weights="2.safetensors"))
+            wait_until(lambda: running.do(lambda: bool(lock._waiters)))
+            waiting.cancel()
+            wait_until(lambda: running.do(lambda: not lock._waiters))
+            assert client.model().version == 1
+        wait_until(lambda: client.model().version == 2)
 
-    assert client.load_model("tiny").version == 3  # not 4, because the second load never started
-    assert explain(client).receipt.digest == client.model().digest
+        assert client.load_model("tiny").version == 3  # not 4, because the second load never started
+        assert explain(client).receipt.digest == client.model().digest
 
 
 # --- names of weight files ---
@@ -516,7 +523,7 @@ def test_concurrent_loads_and_explanations_return_only_documented_codes(folder):
     times = 100 if LONG else 20
 
     def work(number):
-        with client_of(running, timeout=600) as client:
+        with client_of(running) as client:
             for turn in range(times):
                 if (number + turn) % 3:
                     folder.choose((number + turn) % 3)
@@ -524,7 +531,7 @@ def test_concurrent_loads_and_explanations_return_only_documented_codes(folder):
                 else:
                     client.unload_model("tiny")
 
-    with served(folder, isolation="process") as running, client_of(running, timeout=600) as client:
+    with served(folder, isolation="process") as running, client_of(running) as client:
         with Callers(running.address) as callers, ThreadPoolExecutor(8) as pool:
             for task in [pool.submit(work, number) for number in range(8)]:
                 task.result()
@@ -547,36 +554,12 @@ def memory_of(process_id):
 @contextlib.contextmanager
 def process(folder, *models, isolation="process"):
     """Serve in another process; yield it and a client."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    flags = [
-        "--admin",
-        "--address",
-        address,
-        "--drain-seconds",
-        str(DRAIN_TIMEOUT),
-        "--isolation",
-        isolation,
-        "--threads",
-        "1",
-    ]
-    flags += [part for model in models for part in ("--model", model)]
+    flags = ("--admin", "--drain-seconds", DRAIN_SECONDS, "--isolation", isolation, "--threads", 1)
     with (
-        Path(os.devnull).open("w") as nowhere,
-        fork_server.start(fork_server.SERVER, "serve", *flags, cwd=folder.path, stderr=nowhere) as running,
-        client_of(address) as client,
+        server_process(models, *flags, forked=True, cwd=folder.path) as running,
+        client_of(running) as client,
     ):
-        try:
-            wait_until(lambda: healthy(client))
-            yield running, client
-        finally:
-            running.terminate()
-
-
-def descendants(process):
-    """Return the ids of a server's child processes and of their child processes."""
-    return [pid for child in children(process.pid) for pid in (child, *children(child))]
+        yield running, client
 
 
 @pytest.fixture(scope="module")
@@ -595,7 +578,7 @@ def growth(cycling, name, warm, cycles):
             client.unload_model(name)
             client.load_model(name)
             explain(client, model=name)
-        sizes.append(np.array([memory_of(pid) for pid in (running.pid, descendants(running)[-1])]))
+        sizes.append(np.array([memory_of(pid) for pid in (running.pid, *running.workers())]))
     return sizes[1] - sizes[0]
 
 
@@ -625,18 +608,12 @@ def test_server_stops_during_a_reload_and_leaves_no_process(folder, isolation):
         with folder.with_file("wait"):
             loading = pool.submit(client.load_model, "tiny")
             folder.wait_for_load()
-            started = descendants(running)
+            started = tree.pids(running.pid)[1:]
             running.send_signal(signal.SIGTERM)
             assert running.wait() == 0  # while the model still loads
             wait_until(lambda: not any(map(alive, started)))
         with pytest.raises(camserve.Unavailable, match="the server is draining"):
             loading.result()
-
-
-def healthy(client):
-    with contextlib.suppress(camserve.Unavailable):
-        return client.health() is camserve.Health.SERVING
-    return False
 
 
 def test_errors_have_the_request_id_and_no_internals(folder):

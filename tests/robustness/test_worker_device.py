@@ -100,7 +100,7 @@ def test_all_threads_of_a_worker_use_its_device(worker, folder):
 
 def test_all_threads_of_a_server_with_an_in_process_worker_use_its_device(folder, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(pool_health, "CANARY_INTERVAL", 0.02)
+    monkeypatch.setattr(pool_health, "CANARY_INTERVAL", 0.02)  # real timeout: the test waits for a canary
     for module in (server, worker_pool):
         monkeypatch.setattr(module, "parse_devices", lambda _: [fake_device.NAME])
     monkeypatch.setitem(devices.KINDS, "cpu", devices.KINDS["cpu"])  # restored after the test

@@ -5,12 +5,13 @@ import contextlib
 import itertools
 import os
 import signal
-import socket
 import sys
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
@@ -30,7 +31,8 @@ from camserve_server.serving import pool_health, worker_pool
 from camserve_server.targets import anything
 from camserve_server.workers import InProcessWorker, Setup, Worker
 from camserve_server.workers import worker as worker_module
-from robustness import error_checks
+from robustness import error_checks, tree
+from server_process import server_process
 from support import StoppedClock, alive, children, wait_until
 
 NETS = '''
@@ -131,7 +133,7 @@ class StateEvents:
 @pytest.fixture(scope="module")
 def worker(folder, forked):  # noqa: ARG001 -- must be set up before
     state = StateEvents()
-    process = Worker(setup(folder), batch_seconds=3, on_ready=state.on_ready, on_exit=state.on_exit)
+    process = Worker(setup(folder), on_ready=state.on_ready, on_exit=state.on_exit)
     try:
         info = process.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}"))
         yield process, state, info
@@ -198,22 +200,29 @@ FAILURES = {
     "kill": "the worker was killed, probably out of memory: exit -9",
     "segv": "the worker crashed with a segmentation fault: exit -11",
     "sleep": "the worker took longer than max_batch_seconds to run",
-    "SIGSTOP": "the worker gave no sign of life for 4 s",
+    "SIGSTOP": "the worker gave no sign of life for 60 s",
 }
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_worker_that_dies_or_hangs_fails_its_batch_and_is_replaced(worker, folder, failure):
+def test_worker_that_dies_or_hangs_fails_its_batch_and_is_replaced(worker, folder, failure, monkeypatch):
     process, state, info = worker
     wait_until(state.up.is_set)
     before = process.process_id
-    if failure.startswith("SIG"):
-        os.kill(before, getattr(signal, failure))
+    if failure == "SIGSTOP":
+        process._ready._set_timeout(2)  # real timeout: a stopped process sends nothing
+        process.run(*batch_of(info))  # its response ends the wait with the longer timeout
+        os.kill(before, signal.SIGSTOP)
     else:
         (folder / failure).touch()
-
-    with pytest.raises(WorkerLost, match=FAILURES[failure]) as lost:
-        process.run(*batch_of(info))
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(process.run, *batch_of(info))
+        if failure == "sleep":
+            wait_until(lambda: not (folder / failure).exists())
+            late = SimpleNamespace(monotonic=lambda: time.monotonic() + 61)
+            monkeypatch.setattr(worker_module, "time", late)
+        with pytest.raises(WorkerLost, match=FAILURES[failure]) as lost:
+            call.result()
     assert (lost.value.process_id, lost.value.others) == (before, 0)
     assert state.down.is_set()
     wait_until(state.up.is_set)
@@ -291,9 +300,10 @@ def test_lost_model_is_listed_as_failed_and_unhealthy_if_it_was_the_last(tmp_pat
     (tmp_path / "worker_nets.py").write_text(NETS.replace("manual_seed(0)", "manual_seed(os.getpid())"))
     other = ("--model", "efficientnet_lite0")
     for others in ((), other):
-        with served(tmp_path, *others) as (process, client, _):
+        with served(tmp_path, *others) as (server, client):
             client.explain(IMAGE, model="tiny", overlay=None)
-            os.kill(worker_of(process), signal.SIGKILL)
+            (worker_id,) = server.workers()
+            os.kill(worker_id, signal.SIGKILL)
             wait_until(lambda: client.models()[0].state is camserve.ModelState.FAILED)
             wait_until(lambda: healthy(client) is bool(others))  # noqa: B023
             with pytest.raises(camserve.Unavailable, match="model tiny could not be loaded"):
@@ -322,19 +332,11 @@ def test_worker_process_ends_when_its_server_is_killed(tmp_path):
 
 @contextlib.contextmanager
 def served(folder, *arguments):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    flags = ["--model", f"tiny=worker_nets:tiny{SIZE}", "--address", address, "--log-level", "warning", *arguments]
-    with (folder / "log").open("w") as log:
-        process = fork_server.start(fork_server.SERVER, "serve", *flags, cwd=folder, stderr=log)
-    try:
-        with camserve.Client(address, retries=0, timeout=240) as client:
-            wait_until(lambda: healthy(client))
-            yield process, client, address
-    finally:
-        process.terminate()
-        assert process.wait(60) == 0
+    """Serve in another process; yield it and a client."""
+    with server_process((f"tiny=worker_nets:tiny{SIZE}",), *arguments, forked=True, cwd=folder) as server:
+        with camserve.Client(server.address, retries=0, timeout=600) as client:
+            yield server, client
+        assert server.stop() == 0
 
 
 def healthy(client):
@@ -347,39 +349,43 @@ def live(address):
     """Return True if the server reports that its event loop runs."""
     with grpc.insecure_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service=grpc_server.LIVE)
-        response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+        response = health_pb2_grpc.HealthStub(channel).Check(request)
     return response.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def worker_of(process):
-    (forker,) = children(process.pid)
-    (worker_id,) = children(forker)
-    return worker_id
+@contextlib.contextmanager
+def another_worker(server, client):
+    """Yield the id of a server's worker; wait until it has ended, another has started, and the server is healthy."""
+    (worker_id,), before = server.workers(), set(tree.pids(server.pid))
+    yield worker_id
+    wait_until(lambda: not alive(worker_id))
+    wait_until(lambda: set(tree.pids(server.pid)) - before)
+    wait_until(lambda: healthy(client))
 
 
 def test_server_without_its_fork_server_still_starts_workers(folder):
-    with served(folder) as (process, client, _):
-        (forker,) = children(process.pid)
-        os.kill(forker, signal.SIGKILL)
-        wait_until(lambda: not healthy(client))
-        wait_until(lambda: healthy(client))
+    with served(folder) as (server, client):
+        (forker,) = children(server.pid)
+        with another_worker(server, client):
+            os.kill(forker, signal.SIGKILL)
         client.explain(IMAGE, overlay=None)
 
 
 def test_lethal_request_kills_at_most_two_workers_and_is_not_retried(folder):
     """The client would retry UNAVAILABLE. The other requests of the batch are answered."""
     white, outcomes = np.full_like(IMAGE, 255), []
-    with served(folder, "--max-batch-rows", "16") as (process, _, address):
-        before = worker_of(process)
-        with camserve.Client(address, timeout=240) as client, ThreadPoolExecutor(9) as pool:
-            calls = [pool.submit(client.explain, image, overlay=None) for image in [IMAGE] * 4 + [white] + [IMAGE] * 4]
-            outcomes = [call.exception(240) for call in calls]
-            lethal = outcomes.pop(4)
-            assert isinstance(lethal, camserve.Internal)
-            wait_until(lambda: healthy(client))
-            assert worker_of(process) != before
-            client.explain(IMAGE, overlay=None)
-    log = (folder / "log").read_text()
+    images = [IMAGE] * 4 + [white] + [IMAGE] * 4
+    with (
+        served(folder, "--max-batch-rows", "16") as (server, _),
+        camserve.Client(server.address, timeout=600) as client,
+    ):
+        with another_worker(server, client), ThreadPoolExecutor(9) as pool:
+            calls = [pool.submit(client.explain, image, overlay=None) for image in images]
+            outcomes = [call.exception() for call in calls]
+        lethal = outcomes.pop(4)
+        assert isinstance(lethal, camserve.Internal)
+        client.explain(IMAGE, overlay=None)
+    log = server.log
 
     assert outcomes == [None] * 8
     assert "the worker was killed, probably out of memory: exit -9" in lethal.message
@@ -399,22 +405,19 @@ def test_all_requests_are_answered_while_workers_are_killed_or_hang(folder):
             except camserve.CamserveError as error:
                 codes.extend([error.code.name, *error_checks.client_faults(error)])
 
-    with served(folder) as (process, client, address), ThreadPoolExecutor(32) as pool:
+    with served(folder) as (server, client), ThreadPoolExecutor(32) as pool:
         for _ in range(32):
             pool.submit(work, client)
         for number in (signal.SIGKILL, signal.SIGSTOP) * rounds:
             count = len(codes)
             wait_until(lambda: len(codes) > count + 100)  # noqa: B023 -- called within this iteration
-            worker_id = worker_of(process)
-            os.kill(worker_id, number)
-            wait_until(lambda: not healthy(client))
-            assert live(address)
-            wait_until(lambda: healthy(client))
-            assert not alive(worker_id)
+            with another_worker(server, client) as worker_id:
+                os.kill(worker_id, number)
+                assert live(server.address)
         count = len(codes)
         wait_until(lambda: len(codes) > count + 100)
         done.set()
-        last = worker_of(process)
+        (last,) = server.workers()
     counts = Counter(codes)
 
     assert set(counts) <= {"OK", "INTERNAL"}
@@ -428,7 +431,7 @@ def test_all_requests_are_answered_while_workers_are_killed_or_hang(folder):
 async def test_health_follows_the_canary_of_an_idle_server(folder, monkeypatch):
     """A pool whose worker lives, but returns only errors or scores that are not finite, is unhealthy."""
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(pool_health, "CANARY_INTERVAL", 0.02)
+    monkeypatch.setattr(pool_health, "CANARY_INTERVAL", 0.02)  # real timeout: the test waits for each change
     settings = config.load(flags={"isolation": "thread", "device": "cpu", "threads": 1}, environment={})
     changes = asyncio.Queue()
     async with worker_pool.WorkerPool(settings, changes.put_nowait) as pool:
