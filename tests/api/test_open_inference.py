@@ -36,7 +36,8 @@ def served(tmp_path_factory):
     labels = tmp_path_factory.mktemp("labels") / "labels.txt"
     labels.write_text("cat\ndog\nowl\n3\nelk")
     models = (f"{nets.TINY}&labels={labels}", "parts=coloured:Colours?size=32", "finder=coloured:Finder?size=32")
-    with serving(models=models, device="cpu", threads=1, max_queue_delay_ms=0.25) as running:
+    delay = {"max_queue_delay_ms": 0.25}  # real timeout: a batch that does not wait has the same rows in these tests
+    with serving(models=models, device="cpu", threads=1, **delay) as running:
         yield running
 
 
@@ -71,7 +72,7 @@ def refusal(act, kind=ServiceError):
     return caught.value
 
 
-def call(line, rpc, request, timeout=30):
+def call(line, rpc, request, timeout=None):
     answer = getattr(inference_pb2, f"{rpc}Response").FromString
     return line.unary_unary(f"/{oip.NAME}/{rpc}", type(request).SerializeToString, answer)(request, timeout=timeout)
 
@@ -148,8 +149,8 @@ def test_every_parameter_is_decoded_into_its_field(served):
 
 
 def test_numbers_and_flags_may_be_strings(served):
-    texts = {"alpha": "0.25", "max_side": "64", "eigen_smoothing": "true", "target": "2", "timeout": "10"}
-    values = {"alpha": 0.25, "max_side": 64, "eigen_smoothing": True, "target": 2, "timeout": 10}
+    texts = {"alpha": "0.25", "max_side": "64", "eigen_smoothing": "true", "target": "2", "timeout": "90"}
+    values = {"alpha": 0.25, "max_side": 64, "eigen_smoothing": True, "target": 2, "timeout": 90}
 
     assert asked(served, parameters=texts) == asked(served, parameters=values)
 
@@ -560,10 +561,16 @@ def test_segmentation_and_a_detector_are_explained(line, model):
     assert struct.unpack("<q", result.raw_output_contents[2]) == (1,)
 
 
-@pytest.mark.parametrize(("given", "seconds"), [({"timeout": 1000}, 30), ({}, 0.05)])
-def test_deadline_is_the_timeout_of_the_message_or_of_the_call(line, given, seconds):
+@pytest.mark.parametrize(
+    ("microseconds", "seconds"),
+    [(1000, None), (None, 0.05)],  # real timeout: no batch runs before it
+)
+def test_deadline_is_the_timeout_of_the_message_or_of_the_call(served, line, microseconds, seconds):
+    given = {"timeout": microseconds} if microseconds else {}
+    served.do(served.pipeline.batcher.pause)
     with pytest.raises(grpc.RpcError) as caught:
-        call(line, "ModelInfer", message(parameters={"method": "rise", "samples": 4000, **given}), timeout=seconds)
+        call(line, "ModelInfer", message(parameters=given), timeout=seconds)
+    served.do(served.pipeline.batcher.resume)
 
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -586,7 +593,7 @@ def test_internal_error_in_a_stream_does_not_expose_its_message(line, monkeypatc
     )
     with monkeypatch.context() as patch:
         patch.setattr(servicer, "infer_response", broken)
-        (answer,) = ask(iter([message(id="x")]), timeout=30)
+        (answer,) = ask(iter([message(id="x")]))
 
     assert answer.error_message.startswith("internal error; the server's log has more under request id ")
     assert answer.infer_response.id == "x"

@@ -143,13 +143,13 @@ def run(tmp_path, monkeypatch):
 
 
 async def test_processes_open_the_port_when_all_are_warm(run, tmp_path):
-    waits = "import time\nwhile number == 1 and not (folder / 'go').exists():\n    time.sleep(0.01)\n"
-    async with run(waits + GOOD) as running:
+    os.mkfifo(tmp_path / "go")
+    async with run("number == 1 and (folder / 'go').read_text()\n" + GOOD) as running:
         await running.until(
             lambda: [each.state for each in running.supervisor._servers.values()] == ["warm", "starting"]
         )
         before = running.received(0) + running.received(1)
-        (tmp_path / "go").touch()
+        await asyncio.to_thread((tmp_path / "go").write_text, "go")
         await running.until_serving()
 
         assert before == []

@@ -245,7 +245,7 @@ import time
 
 open("importing", "w").close()
 while True:
-    time.sleep(0.01)
+    time.sleep(0.01)  # real timeout: again and again until the signal
 """
 FORKS = """
 import os, time
@@ -253,7 +253,7 @@ import os, time
 def after():
     open("importing", "w").close()
     while True:
-        time.sleep(0.01)
+        time.sleep(0.01)  # real timeout: again and again until the signal
 
 os.register_at_fork(after_in_parent=after)
 os.fork() or os._exit(0)

@@ -23,10 +23,10 @@ from camserve_server.cli.commands import program
 from camserve_server.cluster import application, commands, job, proxy
 from camserve_server.cluster.calls import RowsInFlight
 from camserve_server.cluster.engine import Engine
-from camserve_server.cluster.ingress import UNARY, Ingress
+from camserve_server.cluster.ingress import HEALTH_CHECK_INTERVAL, UNARY, Ingress
 from camserve_server.core import config, devices
 from camserve_server.core.errors import ConfigError
-from support import PHOTOS
+from support import PHOTOS, StoppedClock
 
 MODEL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
 SETTINGS = {"models": (MODEL,), "isolation": "thread", "device": "cpu", "threads": 1, "log_level": "warning"}
@@ -176,7 +176,8 @@ async def test_stream_limits_its_requests_in_flight():
             nonlocal under_way, most
             under_way += 1
             most = max(most, under_way)
-            await asyncio.sleep(0.001)
+            for _ in range(5):
+                await asyncio.sleep(0)
             under_way -= 1
             return explain_pb2.ExplainStreamResponse(request_id=item.request_id)
 
@@ -212,8 +213,7 @@ async def test_stream_stops_reading_a_client_that_takes_no_responses():
     assert (len(rest), sent) == (99, 100)
 
 
-async def test_health_is_that_of_the_engines_and_watch_reports_changes(monkeypatch):
-    monkeypatch.setattr("camserve_server.cluster.ingress.HEALTH_CHECK_INTERVAL", 0.02)
+async def test_health_is_that_of_the_engines_and_watch_reports_changes():
     kinds = health_pb2.HealthCheckResponse
 
     class One:
@@ -227,7 +227,12 @@ async def test_health_is_that_of_the_engines_and_watch_reports_changes(monkeypat
     watch = ingress.Watch(asked, Context())
     heard = [(await anext(watch)).status]
     engine.well = False
-    heard.append((await anext(watch)).status)
+    with StoppedClock() as clock:
+        change = asyncio.ensure_future(anext(watch))
+        while not change.done():
+            clock.advance(HEALTH_CHECK_INTERVAL)
+            await asyncio.sleep(0)
+    heard.append(change.result().status)
     await watch.aclose()
     gone = await Ingress(Handle(engine, losses=1), {}).Check(asked, Context())
 

@@ -52,12 +52,12 @@ def test_defaults_are_loopback_and_the_embedded_model():
 def test_flags_override_the_environment_which_overrides_the_file(toml):
     path = toml("max_queue_rows = 1\nmax_batch_rows = 1\nthreads = 1\nlog_level = 'error'")
     environment = {"CAMSERVE_MAX_BATCH_ROWS": "2", "CAMSERVE_THREADS": "2", "CAMSERVE_DEVICE": "cpu"}
-    settings = config.load(path, {"threads": "3", "drain_seconds": "4"}, environment)
+    settings = config.load(path, {"threads": "3", "drain_seconds": "90"}, environment)
 
     assert settings.max_queue_rows == 1
     assert settings.max_batch_rows == 2
     assert settings.threads == 3
-    assert (settings.log_level, settings.device, settings.drain_seconds) == ("error", "cpu", 4.0)
+    assert (settings.log_level, settings.device, settings.drain_seconds) == ("error", "cpu", 90.0)
     assert settings.stream_in_flight == FIELDS["stream_in_flight"].default
 
 

@@ -16,7 +16,7 @@ from camserve_server.core import devices, hardware
 from camserve_server.core.errors import ConfigError
 from camserve_server.models import parse
 from rounding import check_same
-from support import PHOTOS, serving
+from support import PHOTOS, serving, wait_until
 
 NET = "torchvision:resnet18?weights=none&size=64"
 IMAGES = [path.read_bytes() for path in PHOTOS.values()]
@@ -64,13 +64,16 @@ def test_both_workers_are_used_and_return_equal_results(client, engines):
 
     def meeting(sizes, _rows):
         if not sizes:
-            meet.wait(30)
+            meet.wait(60)
 
     for sizes in sizes_of_batches:
         sizes.clear()
     before.append(meeting)
     with ThreadPoolExecutor(6) as pool:
-        results = list(pool.map(lambda image: ask(client, image), IMAGES * 4))
+        first = pool.submit(ask, client, IMAGES[0])  # alone in its batch
+        wait_until(lambda: meet.n_waiting)
+        results = [first, *(pool.submit(ask, client, image) for image in (IMAGES * 4)[1:])]
+        results = [each.result() for each in results]
 
     assert sum(map(sum, sizes_of_batches)) == 24
     assert all(sizes_of_batches)

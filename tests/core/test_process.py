@@ -76,7 +76,7 @@ from camserve_server.core import process
 
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans become children of this process, as in a container
 process.reap_orphans(())
-sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 own = subprocess.Popen(sleeps)
 start = f"import subprocess; print(subprocess.Popen({sleeps}, stdout=subprocess.DEVNULL).pid)"
 orphan = int(subprocess.run([sys.executable, "-S", "-c", start], stdout=subprocess.PIPE).stdout)

@@ -1,8 +1,10 @@
 """Photos: decoding, refusals, and the fit to a model's input."""
 
-import contextlib
 import dataclasses
+import functools
 import io
+import json
+import pickle
 import random
 import struct
 import subprocess
@@ -10,7 +12,6 @@ import sys
 import types
 import warnings
 import zlib
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -23,36 +24,16 @@ from timm.data import create_transform
 from torchvision import models, transforms
 from torchvision.transforms.v2.functional import _geometry
 
+import fork_server
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
 from camserve_server.imaging.values import Box, Preprocess
-from support import give_back_memory
 
 LIMITS = Limits()
 PHOTO = Image.fromarray(data.chelsea()[:120, :161])
 ALPHA = Image.fromarray(np.tile(np.linspace(0, 255, 161).astype(np.uint8), (120, 1)))
 SIXTEEN = np.asarray(PHOTO).astype(np.uint16) * 256 + 77
-
-
-def status_mb(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(name)).split()[1]) / 1024
-
-
-@contextlib.contextmanager
-def at_most_mb(allowed):
-    """Check the peak growth of the process's memory inside the block."""
-    give_back_memory()
-    Path("/proc/self/clear_refs").write_text("5")  # the highest so far becomes that of now
-    before = status_mb("VmRSS:")
-    yield
-    assert status_mb("VmHWM:") - before < allowed
-
-
-def test_memory_check_detects_a_short_allocation():
-    with pytest.raises(AssertionError), at_most_mb(100):
-        np.ones(130 << 20, np.uint8)
 
 
 def saved(image, file_format="PNG", **options):
@@ -242,7 +223,7 @@ def bomb():
 
 def test_bomb_is_refused_by_its_header_without_using_memory(bomb, work):
     assert len(bomb) < 60_000
-    with at_most_mb(10), pytest.raises(InvalidArgument, match="20,000 x 20,000 pixels: 16,384 on a side"):
+    with pytest.raises(InvalidArgument, match="20,000 x 20,000 pixels: 16,384 on a side"):
         images.decode(bomb, LIMITS)
     assert (work.decoded, work.inflated) == ([], 0)
 
@@ -271,13 +252,16 @@ except cv2.error:
     assert (done.stdout, done.stderr) == ("refused 1\n", "")
 
 
-@pytest.mark.parametrize("kind", [b"IDAT", b"tEXt", b"eXIf"])
-def test_chunk_with_a_huge_length_takes_no_memory(kind):
-    """OpenCV would allocate the memory before it checks the file's length."""
+def with_huge_chunk(kind):
     file = KINDS["rgb"]
     at = file.find(b"IDAT") - 4
-    with at_most_mb(10), pytest.raises(InvalidArgument, match="truncated or broken"):
-        images.decode(file[:at] + b"\xcc\0\0\0" + kind + file[at + 8 :], LIMITS)
+    return file[:at] + b"\xcc\0\0\0" + kind + file[at + 8 :]
+
+
+@pytest.mark.parametrize("kind", [b"IDAT", b"tEXt", b"eXIf"])
+def test_chunk_with_a_huge_length_is_refused(kind):
+    with pytest.raises(InvalidArgument, match="truncated or broken"):
+        images.decode(with_huge_chunk(kind), LIMITS)
 
 
 def test_texts_and_profiles_in_a_png_are_not_inflated(capfd, work):
@@ -304,14 +288,30 @@ def test_chunk_that_a_png_may_have_once_is_decoded_once(kind, content, capfd, wo
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("side", "rows"), [(64, 1 << 26), (1000, 1 << 28), (2000, 1 << 24)])
-def test_png_that_inflates_to_more_than_its_picture_is_refused(side, rows, work):
-    file, stream = png_header(side, side), zlib.compressobj(9)
-    deflated = stream.compress(np.random.default_rng(0).bytes(side * side // 8))
-    deflated += b"".join(stream.compress(bytes(1 << 24)) for _ in range(rows >> 24)) + stream.flush()
+def part(content, flush=zlib.Z_FULL_FLUSH):
+    """Return a part of a deflated stream. It refers to nothing before it, and so can be repeated."""
+    stream = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
+    return stream.compress(content) + stream.flush(flush)
+
+
+@functools.cache
+def inflating(side, rows):
+    """Return a PNG file whose data inflates to more than its picture."""
+    file, noise, zeros = png_header(side, side), np.random.default_rng(0).bytes(side * side // 8), bytes(1 << 24)
+    check = functools.reduce(lambda sum_, _: zlib.adler32(zeros, sum_), range(rows >> 24), zlib.adler32(noise))
+    deflated = b"\x78\xda" + part(noise) + part(zeros) * (rows >> 24) + part(b"", zlib.Z_FINISH)
+    deflated += struct.pack(">I", check)
     idat = struct.pack(">I4s", len(deflated), b"IDAT") + deflated + struct.pack(">I", zlib.crc32(b"IDAT" + deflated))
-    bomb = file[: file.find(b"IDAT") - 4] + idat + file[-12:]
-    with at_most_mb(10), pytest.raises(InvalidArgument, match="the PNG file is truncated or broken"):
+    return file[: file.find(b"IDAT") - 4] + idat + file[-12:]
+
+
+INFLATING = [(64, 1 << 26), (1000, 1 << 28), (2000, 1 << 24)]
+
+
+@pytest.mark.parametrize(("side", "rows"), INFLATING)
+def test_png_that_inflates_to_more_than_its_picture_is_refused(side, rows, work):
+    bomb = inflating(side, rows)
+    with pytest.raises(InvalidArgument, match="the PNG file is truncated or broken"):
         images.decode(bomb, LIMITS)
     assert work.decoded == []
     assert work.inflated <= images._most_inflated(bomb, (side, side)) + images._SLICE
@@ -410,16 +410,20 @@ def broken(seed, good, bomb):
     return rng.choice([b"", b"hello", b"\xff\xd8" * 999, rng.randbytes(500), bomb, *HUGE.values()])
 
 
-def test_random_bytes_are_refused(bomb, capfd):
-    """300 broken files each give a picture or InvalidArgument, in little memory."""
+@pytest.fixture(scope="module")
+def broken_files(bomb):
     good = [*KINDS.values(), saved(Image.fromarray(data.astronaut()), "JPEG", progressive=True)]
+    return [broken(seed, good, bomb) for seed in range(300)]
+
+
+def test_random_bytes_are_refused(broken_files, capfd):
+    """300 broken files each give a picture or InvalidArgument."""
     decoded, refusals = 0, []
-    with at_most_mb(100):
-        for seed in range(300):
-            try:
-                decoded += images.decode(broken(seed, good, bomb), LIMITS).size > 0
-            except InvalidArgument as refusal:
-                refusals.append(refusal)
+    for file in broken_files:
+        try:
+            decoded += images.decode(file, LIMITS).size > 0
+        except InvalidArgument as refusal:
+            refusals.append(refusal)
     assert all(refusal.field == "image" and len(refusal.message) < 200 for refusal in refusals)
     assert 10 < decoded < 150
     assert decoded + len(refusals) == 300
@@ -548,8 +552,12 @@ def test_long_photo_equals_the_photo_resized_whole(shape, interpolation):
     check_equal(seen, through_timm(photo, 64, 0.8, interpolation), 0 if interpolation == "nearest" else 1)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 16384), (16384, 1), (3, 5000), (16384, 3), (2000, 16384)])
-@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
+EXTREME = [(1, 1), (1, 16384), (16384, 1), (3, 5000), (16384, 3), (2000, 16384)]
+INTERPOLATIONS = ["nearest", "bilinear", "bicubic"]
+
+
+@pytest.mark.parametrize("shape", EXTREME)
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 def test_photos_with_extreme_shapes_cost_little(shape, interpolation, monkeypatch):
     """Resizing computes at most eight times as many pixels as are kept."""
     whole, part, made = images.functional.interpolate, Image.Image.resize, [0]
@@ -565,13 +573,89 @@ def test_photos_with_extreme_shapes_cost_little(shape, interpolation, monkeypatc
     monkeypatch.setattr(images.functional, "interpolate", resized)
     monkeypatch.setattr(Image.Image, "resize", resized_part)
     photo = np.full((*shape, 3), 77, np.uint8)
-    with at_most_mb(100):
-        seen, box = images.fit(photo, preprocess(interpolation=interpolation))
+    seen, box = images.fit(photo, preprocess(interpolation=interpolation))
     assert sum(made) <= 8 * 224 * 224
     assert (seen == 77).all()
     assert seen.shape == (224, 224, 3)
     middle = (box.left + box.right) / 2, (box.top + box.bottom) / 2
     assert middle == pytest.approx((shape[1] / 2, shape[0] / 2), abs=0.01 * max(1, min(shape)))
+
+
+MEASURE = """
+import ctypes, gc, json, pickle, sys
+from pathlib import Path
+
+import numpy as np
+
+from camserve_server.core.errors import InvalidArgument
+from camserve_server.core.limits import Limits
+from camserve_server.imaging import images
+
+
+def status_mb(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) / 1024
+
+
+def peak_mb(run, given):
+    given = [(np.full((*shape, 3), 77, np.uint8), to) for shape, to in given] if run is images.fit else given
+    for _ in range(2):  # the first round is to warm up
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the highest so far becomes that of now: proc(5)
+        before = status_mb("VmRSS:")
+        for arguments in given:
+            try:
+                run(*arguments)
+            except InvalidArgument:
+                pass
+    return status_mb("VmHWM:") - before
+
+
+runs = {
+    "decode": lambda file: images.decode(file, Limits()),
+    "fit": images.fit,
+    "allocate": lambda megabytes: np.ones(megabytes << 20, np.uint8).size,
+}
+cases = pickle.loads(Path(sys.argv[1]).read_bytes())
+print(json.dumps({name: peak_mb(runs[run], given) for name, (run, given) in cases.items()}))
+"""
+"""Program that prints for each case how far the process's memory grew, at most, in MB."""
+
+
+@pytest.fixture(scope="module")
+def peaks(bomb, broken_files, tmp_path_factory):
+    """The growth of memory of each case in MB, measured in a process of its own."""
+    cases = {
+        "bomb": ("decode", [(bomb,)]),
+        # OpenCV would allocate the memory before it checks the file's length.
+        "huge chunks": ("decode", [(with_huge_chunk(kind),) for kind in (b"IDAT", b"tEXt", b"eXIf")]),
+        "inflating": ("decode", [(inflating(*shape),) for shape in INFLATING]),
+        "broken files": ("decode", [(file,) for file in broken_files]),
+        "130 MB for a moment": ("allocate", [(130,)]),
+    }
+    for interpolation in INTERPOLATIONS:
+        given = [(shape, preprocess(interpolation=interpolation)) for shape in EXTREME]
+        cases[f"extreme shapes, {interpolation}"] = ("fit", given)
+    file = tmp_path_factory.mktemp("cases") / "cases.pickle"
+    file.write_bytes(pickle.dumps(cases))
+    result = fork_server.run(MEASURE, file)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("case", ["bomb", "huge chunks", "inflating"])
+def test_refused_photo_takes_no_memory(case, peaks):
+    assert peaks[case] < 10
+
+
+@pytest.mark.parametrize("case", ["broken files", *(f"extreme shapes, {each}" for each in INTERPOLATIONS)])
+def test_broken_photo_or_extreme_shape_takes_little_memory(case, peaks):
+    assert peaks[case] < 100
+
+
+def test_memory_check_detects_a_short_allocation(peaks):
+    assert peaks["130 MB for a moment"] > 100
 
 
 def test_box_is_the_part_of_the_photo_in_the_input():

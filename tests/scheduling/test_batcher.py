@@ -470,14 +470,14 @@ async def test_missing_result_of_a_row_is_an_error():
 
 async def test_batch_is_held_back_no_longer_than_max_delay(clock):
     worker = FakeWorker()
-    async with Batcher(worker, max_batch_rows=4, max_delay=0.5) as batcher:
+    async with Batcher(worker, max_batch_rows=4, max_delay=100) as batcher:
         first = asyncio.create_task(ask(batcher, [1]))
         await settle()
-        clock.advance(0.3)
+        clock.advance(60)
         second = asyncio.create_task(ask(batcher, [2]))
         await settle()
         held_back = batcher.stats.batches == 0
-        clock.advance(0.2)  # half a second after the first request arrived
+        clock.advance(40)  # 100 s after the first request arrived
         await asyncio.gather(first, second)
         await ask(batcher, range(4))  # a full batch is not held back: the clock stands still
 
@@ -489,7 +489,7 @@ async def test_targets_of_one_image_do_not_fill_a_held_back_batch():
     """Four rows of one input leave room for three more inputs: the batch waits for them."""
     worker, image = FakeWorker(), np.zeros((1, 1, 3), np.uint8)
     targets = [Row(image, ClassTarget(index)) for index in range(4)]
-    async with Batcher(worker, max_batch_rows=4, max_delay=0.5) as batcher:
+    async with Batcher(worker, max_batch_rows=4, max_delay=100) as batcher:
         first = asyncio.create_task(batcher.submit(CAM, targets, lambda *_: None))
         await settle()
         held_back = batcher.stats.batches == 0
@@ -625,11 +625,11 @@ async def test_row_that_fails_on_any_worker_fails_alone():
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_held_back_rows_of_two_passes_both_run(workers, clock):
     """No new request arrives that would wake a worker for the second pass."""
-    async with Batcher(*(FakeWorker() for _ in range(workers)), max_batch_rows=4, max_delay=0.5) as batcher:
+    async with Batcher(*(FakeWorker() for _ in range(workers)), max_batch_rows=4, max_delay=100) as batcher:
         calls = [asyncio.create_task(ask(batcher, [1], CAM)), asyncio.create_task(ask(batcher, [2], SALIENCY))]
         await settle()
         assert batcher.stats.batches == 0
-        clock.advance(0.5)
+        clock.advance(100)
         answers = await asyncio.gather(*calls)
 
     assert answers == [[1.0], [2.0]]
@@ -701,7 +701,7 @@ async def test_single_row_gets_the_whole_worker():
 
 
 async def test_full_batch_that_was_held_back_is_not_divided():
-    worker = await _run_sizes(Partitions(), [1] * 8, max_delay=5.0)
+    worker = await _run_sizes(Partitions(), [1] * 8, max_delay=100)
 
     assert worker.partitions == [(None, 8)]
 
@@ -793,7 +793,7 @@ async def test_row_that_arrives_while_partition_1_holds_back_is_not_forgotten(cl
         assert partition is None or free[partition].wait(60)
         return FakeWorker()(pass_, rows)
 
-    async with Batcher(worker, max_batch_rows=2, max_delay=0.3, partitioned=True) as batcher:
+    async with Batcher(worker, max_batch_rows=2, max_delay=100, partitioned=True) as batcher:
         calls = [asyncio.create_task(ask(batcher, [i])) for i in range(4)]
         await settle()
         free[1].set()
@@ -803,7 +803,7 @@ async def test_row_that_arrives_while_partition_1_holds_back_is_not_forgotten(cl
         free[0].set()
         await asyncio.wait(calls[:4])
         await settle()
-        clock.advance(0.3)
+        clock.advance(100)
         assert await asyncio.gather(*calls) == [[0.0], [1.0], [2.0], [3.0], [9.0]]
 
 
@@ -1131,7 +1131,7 @@ class ParallelRecorder(FakeWorker):
         with self.lock:
             self.running.append(pass_.kind)
             self.starts.append((partition, *self.running))
-        time.sleep(0.002)  # so that another batch may start
+        time.sleep(0.002)  # real timeout: another batch may start meanwhile, and none of those that must not
         try:
             return super().__call__(pass_, rows)
         finally:

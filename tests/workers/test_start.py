@@ -14,5 +14,7 @@ def test_worker_is_ready_before_its_second_heartbeat(monkeypatch):
     with running_fork_server(SILENT) as forks:
         monkeypatch.setattr(fork_server, "_fork_servers", [forks])
         worker = Worker(Setup("cpu", 1, path=tuple(sys.path)), on_ready=ready.set)
-        ready.wait()  # otherwise pytest's timeout ends this
-        worker.close()
+        try:
+            assert ready.wait()
+        finally:
+            worker.close()

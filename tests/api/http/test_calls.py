@@ -239,7 +239,8 @@ def test_unknown_path_is_not_found_and_other_methods_are_not_allowed(port):
 def test_deadline_of_a_call_ends_it(serve):
     with serve() as served:
         served.do(served.pipeline.batcher.pause)
-        response = post(served.http_port, EXPLAIN, explain_request(), connect_timeout_ms="50")
+        late = {"connect_timeout_ms": "50"}  # real timeout: no batch runs before it
+        response = post(served.http_port, EXPLAIN, explain_request(), **late)
         wait_until(lambda: rows_waiting(served) == 0)
         served.do(served.pipeline.batcher.resume)
 

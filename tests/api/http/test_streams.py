@@ -132,6 +132,9 @@ def test_stream_is_cancelled_when_its_caller_hangs_up(serve):
             wait_until(lambda: rows_waiting(served) == 1)
         wait_until(lambda: rows_waiting(served) == 0)
         served.do(served.pipeline.batcher.resume)
+        post(served.http_port, STREAM, encoded(item("b"), connect.NDJSON), connect.NDJSON)
+
+        assert served.pipeline.batcher.stats.rows == 1
 
 
 def test_deadline_ends_a_stream(serve):
@@ -139,7 +142,7 @@ def test_deadline_ends_a_stream(serve):
         served.do(served.pipeline.batcher.pause)
         response = post(
             served.http_port, STREAM, encoded(item("a"), connect.CONNECT_JSON), connect.CONNECT_JSON,
-            connect_timeout_ms="50",
+            connect_timeout_ms="50",  # real timeout: no batch runs before it
         )  # fmt: skip
         wait_until(lambda: rows_waiting(served) == 0)
         served.do(served.pipeline.batcher.resume)
@@ -148,7 +151,7 @@ def test_deadline_ends_a_stream(serve):
 
 
 def test_idle_stream_ends(serve):
-    with serve(idle_seconds=0.1) as served:
+    with serve(idle_seconds=0.1) as served:  # real timeout: no message ever comes
         received = exchange(
             served.http_port, head(STREAM, f"Content-Type: {connect.NDJSON}", "Transfer-Encoding: chunked")
         )
