@@ -35,7 +35,7 @@ def test_fails_as_expected():
 @pytest.fixture
 def broken():
     yield
-    raise ValueError("the teardown is broken")
+    raise ValueError("broken teardown: \\udc80")
 
 def test_with_a_broken_fixture(broken):
     pass
@@ -193,7 +193,7 @@ def test_report_ends_with_the_failures_and_the_counts(project):
     assert code == 1
     assert end[:2] == [
         "FAILED tests/test_mixed.py::test_fails - assert (1 + 1) == 3",
-        "FAILED tests/test_mixed.py::test_with_a_broken_fixture (teardown) - ValueError: the teardown is broken",
+        "FAILED tests/test_mixed.py::test_with_a_broken_fixture (teardown) - ValueError: broken teardown: \\udc80",
     ]
     assert without_time(end[-1]) == "1 passed, 2 failed, 3 skipped, 1 xfailed"
     assert "E   assert (1 + 1) == 3" in shown

@@ -19,7 +19,7 @@ from tools.run_tests import INTERRUPTED, ROOT, run
 from tools.suite.parts import CHOICES
 from tools.suite.process import Settings
 from tools.suite.results import Failure, clock
-from tools.suite.run import default_jobs, show, stop_by_signals
+from tools.suite.run import default_jobs, prepare, show
 
 BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
 """Program that uses a core until the program that started it ends, however that happens."""
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
     if options.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
     seed = random.randrange(1_000_000) if options.seed is None else options.seed  # noqa: S311 -- no secret
-    stop_by_signals()
+    prepare()
     with busy_programs(options.busy):
         return repeat(Settings(options.root, options.choice, seed), options.runs, options.busy)
 

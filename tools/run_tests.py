@@ -13,7 +13,7 @@ from pathlib import Path
 from tools.suite import parts
 from tools.suite.process import Settings
 from tools.suite.results import clock
-from tools.suite.run import Run, default_jobs, show, stop_by_signals
+from tools.suite.run import Run, default_jobs, prepare, show
 
 ROOT = Path(__file__).parents[1]
 INTERRUPTED = 130
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=default_jobs(), help="number of parts at the same time")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of the project")
     options = parser.parse_args(arguments)
-    stop_by_signals()
+    prepare()
     began = time.monotonic()
     ran = run(Settings(options.root, options.choice, options.seed, options.coverage), options.jobs)
     results = ran.results

@@ -1,5 +1,6 @@
 """Run of the parts of the test suite, several at the same time."""
 
+import io
 import os
 import shutil
 import signal
@@ -22,8 +23,10 @@ def default_jobs() -> int:
     return min(len(os.sched_getaffinity(0)) + 1, MOST_JOBS)
 
 
-def stop_by_signals() -> None:
-    """Let SIGTERM do what Ctrl-C does, and accept Ctrl-C even as a background process of a shell."""
+def prepare() -> None:
+    """Let SIGTERM do what Ctrl-C does, accept Ctrl-C even as a background process of a shell, and print any text."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
 
