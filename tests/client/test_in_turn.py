@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import camserve
 from camserve.v1 import explain_pb2, explain_pb2_grpc
+from camserve_server.app import reserved_port
 from support import wait_until
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Server(explain_pb2_grpc.ExplainServiceServicer):
 
     def __init__(self, name: str, port: int = 0) -> None:
         self.name, self.health = name, health.HealthServicer()
-        self.grpc = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
+        self.grpc = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", int(bool(port)))])
         explain_pb2_grpc.add_ExplainServiceServicer_to_server(self, self.grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         self.port = self.grpc.add_insecure_port(f"127.0.0.1:{port}")
@@ -99,14 +100,17 @@ def test_draining_server_gets_no_calls_until_it_is_healthy_again(both: list[Serv
 
 
 def test_stopped_server_fails_no_call_and_is_used_after_its_restart(both: list[Server]) -> None:
-    with camserve.Client(address(both)) as client:
-        wait_for_servers(client, {"one", "two"})
-        both[0].grpc.stop(None).wait()
+    with reserved_port.reserve("127.0.0.1:0") as held:  # nobody else gets the port while no server listens on it
+        both[0].grpc.stop(None)
+        both[0] = Server("one", int(held.rpartition(":")[2]))
+        with camserve.Client(address(both)) as client:
+            wait_for_servers(client, {"one", "two"})
+            both[0].grpc.stop(None).wait()
 
-        assert count_calls(client) == {"two": 20}
+            assert count_calls(client) == {"two": 20}
 
-        both[0] = Server("one again", both[0].port)
-        wait_for_servers(client, {"one again", "two"})
+            both[0] = Server("one again", both[0].port)
+            wait_for_servers(client, {"one again", "two"})
 
 
 def test_name_stands_for_all_of_its_addresses(both: list[Server]) -> None:

@@ -35,6 +35,12 @@ OUTPUTS = ("index.html", "report.json", "junit.xml")
 MODELS = ("--baseline", "tiny", "--candidate", "large")
 
 
+@pytest.fixture(autouse=True)
+def _few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_rule.py` tests the intervals, for which a tenth of the resamples would be too few."""
+    monkeypatch.setattr(rule, "_RESAMPLES", 100)
+
+
 @pytest.fixture
 def looks(server: Any) -> Looks:
     looks = Looks()
