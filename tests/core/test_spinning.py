@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ class Readings:
         self.others, self._usage, self._turn = 0.0, START, threading.Semaphore(0)
         self.taken = 0
         monkeypatch.setattr(CpuUsage, "read", self._read)
-        monkeypatch.setattr(spinning, "INTERVAL", 1e-4)
+        monkeypatch.setattr(spinning, "INTERVAL", 1e-4)  # real timeout: its end is the next reading, early or late
 
     def _read(self):
         self.taken += 1
@@ -201,19 +202,15 @@ def test_system_without_counters_is_not_watched(monkeypatch, missing):
 
 # `GOMP_SPINCOUNT=infinite` below: a thread that spins does so until the next loop, and one that sleeps has stopped.
 SPINNING = """
-import os, sys, threading, time
 from pathlib import Path
 import torch
 from camserve_server.core import spinning
+from support import wait_until
 
 def times():
     stats = {task.name: task.joinpath("stat").read_text().rpartition(")")[2].split()
              for task in Path("/proc/self/task").iterdir() if task.name not in before}
     return {name: (stat[0], int(stat[11]) + int(stat[12])) for name, stat in stats.items()}
-
-def wait_until(condition):
-    while not condition():
-        time.sleep(0.005)
 
 def spin():
     start = times()
@@ -247,7 +244,7 @@ def test_threads_that_wait_sleep_beside_a_sleeping_team():
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     result = subprocess.run(
         [sys.executable, "-c", SPINNING],
-        env=environment | {"GOMP_SPINCOUNT": "infinite"},
+        env=environment | {"GOMP_SPINCOUNT": "infinite", "PYTHONPATH": str(Path(__file__).parents[1])},
         capture_output=True,
         text=True,
         check=False,
