@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -22,6 +21,7 @@ import camserve
 import camserve_server
 from camserve_server.core import logs
 from compatibility import calls, nets
+from opened_ports import opened_ports
 from support import wait_until
 
 PLAIN = {"device": "cpu", "threads": 1}
@@ -62,8 +62,6 @@ def observe(folder):
     """
     entries = "[opentelemetry_traces_exporter]\nkept = kept_spans:make\n"
     install(folder, "kept-spans", entries, {"kept_spans.py": EXPORTER})
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     environment = {"OTEL_TRACES_EXPORTER": "kept", "OTEL_TRACES_SAMPLER": "always_on"}
     with (
         mock.patch.dict(os.environ, environment),
@@ -71,9 +69,11 @@ def observe(folder):
         _capture_log() as lines,
     ):
         with (
-            camserve_server.running(nets.MODELS[:1], traces=True, metrics_address=str(port), **PLAIN) as address,
+            opened_ports() as ports,
+            camserve_server.running(nets.MODELS[:1], traces=True, metrics_address="0", **PLAIN) as address,
             camserve.Client(address) as client,
         ):
+            port = ports["metrics"]
             at_rest = _read_metrics(port)
             client.explain(calls.PIXELS)
             wait_until(lambda: 'camserve_request_duration_seconds_count{code="OK"' in _text(port))
@@ -109,7 +109,7 @@ def _capture_log():
 
 
 def _text(port):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         return answer.read().decode()
 
 
@@ -143,7 +143,7 @@ class Noted(nn.Module):
             for image in images:
                 file.write(f"{round((image[0].mean().item() * 0.229 + 0.485) * 255)}\\n")
         if Path("slow").exists():
-            time.sleep(0.3 * len(images))
+            time.sleep(0.3 * len(images))  # real timeout: the job is killed while it sleeps
         return images
 
 

@@ -97,7 +97,7 @@ def send_stream(channel, data):
     """Send a message as the only one of a stream; return the last response's status code and faults."""
     sent = texts_of(data)
     try:
-        last = list(channel.stream_stream(fields.METHODS["ExplainStream"])(iter([data]), timeout=60))[-1]
+        last = list(channel.stream_stream(fields.METHODS["ExplainStream"])(iter([data])))[-1]
     except grpc.RpcError as error:
         return error.code().name, error_checks.faults(error, sent)
     reply = explain_pb2.ExplainStreamResponse.FromString(last)
@@ -106,7 +106,7 @@ def send_stream(channel, data):
 
 
 def start_call(channel, rpc, data):
-    return channel.unary_unary(fields.METHODS[rpc]).future(data, timeout=60)
+    return channel.unary_unary(fields.METHODS[rpc]).future(data)
 
 
 def response_of(number, call, data):

@@ -86,7 +86,7 @@ FIELDS = {
 def answer(audit, call, request):
     with audit.recording():
         try:
-            call(request, timeout=20)
+            call(request)
             code, wrong = "OK", []
         except grpc.RpcError as error:
             code, wrong = error.code().name, error_checks.faults(error, fields.texts(request))
@@ -98,7 +98,7 @@ def control(audit):
     """Return the events of a server that follows such names."""
     with audit.recording(), contextlib.suppress(OSError):
         Path("/etc/passwd").read_bytes()
-        socket.create_connection(("127.0.0.1", 9), timeout=1)
+        socket.create_connection(("127.0.0.1", 9), timeout=1)  # real timeout: an error is right too
     return {"code": "", "wrong": [], "events": list(audit.events)}
 
 

@@ -7,8 +7,8 @@ KIND is one of:
     silent: COUNT connections that send nothing.
     reset: COUNT calls a second for SECONDS seconds, each cancelled as it is opened.
 
-The program prints "begun" once it has begun, and keeps its connections until its standard input ends. Then it prints
-the outcome as JSON.
+The program prints "begun" once it has begun, and keeps its connections until its standard input ends. For each line of
+input, and at its end, it prints the outcome so far as JSON; of `reset` it does so once, when all calls are sent.
 """
 
 import itertools
@@ -60,8 +60,7 @@ class Connection:
     """
 
     def __init__(self, host, port, settings=b""):
-        self.socket = socket.create_connection((host, int(port)), 10)
-        self.socket.settimeout(None)  # a server that sends nothing has not closed the connection
+        self.socket = socket.create_connection((host, int(port)))
         self.socket.sendall(PREFACE + frame(SETTINGS, 0, 0, settings))
         self.streams, self.open, self.statuses = itertools.count(1, 2), True, 0
         self.listener = threading.Thread(target=self._listen, daemon=True)
@@ -104,18 +103,18 @@ def stuck(address, count, _seconds):
         connections.append(Connection(*address))
         connections[-1].call(min(STREAMS, count - start), cancel=False)
     yield
-    for connection in connections:
-        connection.listener.join(1)  # a connection that the server has closed is read to its end
-    yield {
-        "ended": sum(connection.statuses for connection in connections),
-        "open": sum(connection.open for connection in connections),
-    }
+    while True:
+        yield {
+            "ended": sum(connection.statuses for connection in connections),
+            "open": sum(connection.open for connection in connections),
+        }
 
 
 def silent(address, count, _seconds):
-    sockets = [socket.create_connection(address, 10) for _ in range(count)]
+    sockets = [socket.create_connection(address) for _ in range(count)]
     yield
-    yield {"open": sum(map(is_open, sockets))}
+    while True:
+        yield {"open": sum(map(is_open, sockets))}
 
 
 def is_open(connection):
@@ -155,7 +154,8 @@ def main(address, kind, count, seconds="0"):
         print(json.dumps(next(flood)), flush=True)  # noqa: T201
         sys.stdin.read()
         return
-    sys.stdin.read()
+    for _ in sys.stdin:
+        print(json.dumps(next(flood)), flush=True)  # noqa: T201
     print(json.dumps(next(flood)), flush=True)  # noqa: T201
 
 

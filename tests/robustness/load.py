@@ -153,8 +153,10 @@ class Callers:
         self.answers.append(Answer(began, time.perf_counter(), code, right))
         return pause
 
-    async def closed(self, callers, seconds, requests):
+    async def closed(self, callers, seconds, requests, enough=lambda _answers: True):
         """Let `callers` callers send one request after the other; refused ones wait for about the server's retry delay.
+
+        They end after `seconds`, and not before `enough` is true of the answers.
 
         They start one by one and wait for random times, so that they do not move in step.
         """
@@ -165,7 +167,7 @@ class Callers:
             while True:  # at least one request, even on a busy machine
                 pause = chance.uniform(0.8, 1.2) * await self.send(next(requests))
                 await asyncio.sleep(min(pause, max(0.0, until - time.perf_counter())))
-                if time.perf_counter() >= until:
+                if time.perf_counter() >= until and enough(self.answers):
                     return
 
         await asyncio.gather(*(caller() for _ in range(callers)))
@@ -182,12 +184,12 @@ class Callers:
             call.cancel()
 
 
-def run(address, callers, seconds, requests=None):
+def run(address, callers, seconds, requests=None, **options):
     """Run `callers` callers for `seconds`; return their answers and the processor time that they used."""
 
     async def work():
         async with Callers(address) as all_callers:
-            await all_callers.closed(callers, seconds, requests or itertools.cycle(plain()))
+            await all_callers.closed(callers, seconds, requests or itertools.cycle(plain()), **options)
             return all_callers.answers
 
     began = time.process_time()
@@ -195,8 +197,13 @@ def run(address, callers, seconds, requests=None):
 
 
 def rate(answers, since, until):
-    """Return the explanations a second between the end of the first batch and of the last one in a time span."""
+    """Return the explanations a second between the end of the first batch and of the last one in a time span.
+
+    It is 0 if fewer than two ended in it.
+    """
     ended = sorted(answer.ended for answer in answers if answer.code is OK and since < answer.ended <= until)
+    if len(ended) < 2 or ended[0] == ended[-1]:
+        return 0.0
     first = sum(at < ended[0] + BATCH_SPREAD for at in ended)
     return (len(ended) - first) / (ended[-1] - ended[0])
 

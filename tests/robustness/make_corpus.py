@@ -37,9 +37,9 @@ def message_outcome(channel, rpc, data):
     """Return the kind of response that a message gets."""
     try:
         if rpc == "ExplainStream":
-            (*_, last) = channel.stream_stream(fields.METHODS[rpc])(iter([data]), timeout=30)
+            (*_, last) = channel.stream_stream(fields.METHODS[rpc])(iter([data]))
             return rpc, pattern_of(str(fuzzing.explain_pb2.ExplainStreamResponse.FromString(last).error.message))
-        channel.unary_unary(fields.METHODS[rpc])(data, timeout=30)
+        channel.unary_unary(fields.METHODS[rpc])(data)
     except grpc.RpcError as error:
         return rpc, error.code().name, pattern_of(error.details())
     return rpc, "OK", ""

@@ -45,6 +45,7 @@ SLOPE = 1.0  # MB a minute
 SPEED = "goodput / peak", "refusals' p99, s"
 MEMORY = "memory's slope in the second half, MB a minute"
 GRPC, GRPC_THREADS = "event_engine", 16  # a pool that grows under load and shrinks by itself
+SETTLE_TIMEOUT = 120.0  # seconds after which what a load has left counts as leaked; only leaks last that long
 OBJECTS = 1000  # Python objects: methods fill tables at their first use
 
 
@@ -99,8 +100,17 @@ class Round:
     codes: Counter
 
 
-def saturation(server, seconds, rest, rounds=3):
+def settle(has_settled):
+    """Wait until the server has released what a load took; with a leak, until `SETTLE_TIMEOUT`."""
+    until = time.monotonic() + SETTLE_TIMEOUT
+    while not has_settled() and time.monotonic() < until:
+        time.sleep(0.2)  # real timeout: an interval between two looks
+
+
+def saturation(server, seconds, rounds=3, enough=lambda _answers: True):
     """Let 64 callers send requests in rounds, compared with callers that are never refused; then let the server rest.
+
+    The callers go on until `enough` is true of their answers.
 
     Other programs make a round slower, never faster. So the best of the rounds with an idle machine counts. Without
     such a round the server's speed is unknown, and `disturbed` is set.
@@ -108,30 +118,30 @@ def saturation(server, seconds, rest, rounds=3):
     report, server = Report(), server.process
     load.run(server.address, BUSY[-1], min(3.0, seconds / 4))
     idle = tree.memory(server.pid)
-    results = [_round(server, seconds / rounds) for _ in range(rounds)]
-    time.sleep(rest)
+    results = [_round(server, seconds / rounds, enough) for _ in range(rounds)]
+    settle(lambda: tree.memory(server.pid) / idle - 1 <= LEFT)
     codes = sum((result.codes for result in results), Counter())
     report.figures |= {"answers": dict(codes), "disturbed": min(result.others for result in results) > OTHER_LOAD}
     report.figures["rounds"] = [
-        [result.rate, result.peak, result.rate / result.peak, result.late, result.others] for result in results
+        [result.rate, result.peak, result.rate / (result.peak or 1.0), result.late, result.others] for result in results
     ]
     report.hold("other codes", len(codes.keys() - {"OK", "RESOURCE_EXHAUSTED"}), 0)
     if quiet := [result for result in results if result.others <= OTHER_LOAD]:
-        report.hold(SPEED[0], max(result.rate / result.peak for result in quiet), GOODPUT, least=True)
+        report.hold(SPEED[0], max(result.rate / (result.peak or 1.0) for result in quiet), GOODPUT, least=True)
         report.hold(SPEED[1], min(result.late for result in quiet), REFUSAL)
     report.hold("memory's rise, MB", max(result.memory for result in results) - idle, RISE)
     report.hold("memory left, share", tree.memory(server.pid) / idle - 1, LEFT)
     return report
 
 
-def _round(server, seconds):
+def _round(server, seconds, enough):
     began, before = time.monotonic(), _others(server)
     peak = max(_goodput(server, callers, seconds / 4)[0] for callers in BUSY)
-    rate, answers = _goodput(server, CROWD, seconds)
+    rate, answers = _goodput(server, CROWD, seconds, enough=enough)
     others = (_others(server) - before) / (time.monotonic() - began) / os.cpu_count()
     late = [answer.took for answer in answers if answer.code is not load.OK]
     codes = Counter(answer.code.name for answer in answers)
-    return Round(rate, peak, float(np.percentile(late, 99)), others, tree.memory(server.pid), codes)
+    return Round(rate, peak, float(np.percentile(late, 99)) if late else 0.0, others, tree.memory(server.pid), codes)
 
 
 def _others(server):
@@ -139,10 +149,10 @@ def _others(server):
     return tree.busy() - tree.cpu(server.pid) - time.process_time()
 
 
-def _goodput(server, callers, seconds):
+def _goodput(server, callers, seconds, **options):
     """Return the explanations a second and all answers."""
     began = time.perf_counter()
-    answers, _ = load.run(server.address, callers, seconds)
+    answers, _ = load.run(server.address, callers, seconds, **options)
     warm = min(1.0, seconds / 4)
     return load.rate(answers, began + warm, began + seconds), answers
 
@@ -174,7 +184,7 @@ def slope(samples):
     return float(np.median((memory[second] - memory[first]) / (at[second] - at[first])))
 
 
-def soak(server, model, seconds, *, every=1.0, seed=0):
+def soak(server, model, seconds, *, every=1.0, seed=0, enough=lambda _answers: True):
     """Send all kinds of requests for some time; compare the server's resources afterwards with those before.
 
     Args:
@@ -183,14 +193,15 @@ def soak(server, model, seconds, *, every=1.0, seed=0):
         seconds: duration of the load.
         every: seconds between samples.
         seed: seed of the random requests.
+        enough: function of the answers; the load goes on until it is true.
     """
     requests = load.seeded_requests(seed, model=model, poisons=poisons(model))
     load.run(server.process.address, CROWD, min(5.0, seconds / 3), requests)  # fills caches
     time.sleep(min(2.0, seconds / 4))
     before, had = sample(server.process), worker_counts(server, model)
-    answers, samples = asyncio.run(_everything(server.process, model, requests, seconds, every))
+    answers, samples = asyncio.run(_everything(server.process, model, requests, seconds, every, enough))
     busy = sample(server.process)
-    time.sleep(min(20.0, seconds / 4))
+    settle(lambda: not _left(before, sample(server.process)))
     after, rise = sample(server.process), worker_counts(server, model)
     rise.subtract(had)
     half = samples[len(samples) // 2 :]
@@ -217,7 +228,13 @@ def soak(server, model, seconds, *, every=1.0, seed=0):
     return report
 
 
-async def _everything(server, model, requests, seconds, every):
+def _left(before, after):
+    """Return True if a server holds more files or threads than it may."""
+    threads = after.threads.total() - after.threads[GRPC] - before.threads.total() + before.threads[GRPC]
+    return after.files > before.files or after.threads[GRPC] > GRPC_THREADS or threads > 0
+
+
+async def _everything(server, model, requests, seconds, every, enough):
     """Send requests for some time; return the answers, and samples of the server meanwhile."""
     samples = []
 
@@ -230,7 +247,7 @@ async def _everything(server, model, requests, seconds, every):
         watching = asyncio.create_task(watch())
         item = explain_pb2.ExplainStreamRequest(request_id="r", request=load.request(load.photo(0), model=model))
         streams = callers.stream(seconds, item.SerializeToString())
-        await asyncio.gather(callers.closed(CROWD - 1, seconds, requests), streams)
+        await asyncio.gather(callers.closed(CROWD - 1, seconds, requests, enough), streams)
         watching.cancel()
         return callers.answers, samples
 
@@ -274,7 +291,7 @@ def main():
     reports = {}
     if chosen.saturation:
         with served(MODEL) as server:
-            reports["saturation"] = print_report("saturation", saturation(server, chosen.saturation, 30.0))
+            reports["saturation"] = print_report("saturation", saturation(server, chosen.saturation))
     if chosen.minutes:
         with served(SOAK_MODEL.format(chosen.model)) as server:
             reports["soak"] = print_report("soak", soak(server, chosen.model, 60 * chosen.minutes))

@@ -95,11 +95,11 @@ class Poisoned(nn.Sequential):
 
 
 class Leaking(Poisoned):
-    """Leaks 32 KB with every batch, and a hook with every hundredth."""
+    """Leaks 32 KB with every batch, and a hook with every tenth."""
 
     def forward(self, x):
         LEAKED.append(torch.ones(2**13))
-        if len(LEAKED) % 100 == 0:
+        if len(LEAKED) % 10 == 0:
             self.flat.register_forward_hook(lambda *_: None)
         return super().forward(x)
 

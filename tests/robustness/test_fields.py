@@ -202,9 +202,9 @@ def send(channel, rpc, request):
     own_texts, packed = fields.texts(request), request.SerializeToString()
     try:
         if rpc != "ExplainStream":
-            channel.unary_unary(fields.METHODS[rpc])(packed, timeout=60)
+            channel.unary_unary(fields.METHODS[rpc])(packed)
             return Answer(None)
-        (reply,) = channel.stream_stream(fields.METHODS[rpc])(iter([packed]), timeout=60)
+        (reply,) = channel.stream_stream(fields.METHODS[rpc])(iter([packed]))
     except grpc.RpcError as error:
         return Answer(
             error.code().name, error_checks.field_of(error), error.details(), error_checks.faults(error, own_texts)

@@ -1,28 +1,21 @@
 """One row that fails alone or with its whole batch: the seven other rows of the batch are answered as usual."""
 
-import gc
-import io
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import torch
-from PIL import Image
 
 import camserve
-from camserve_server.core.errors import OutOfMemory
-from robustness import error_checks, soak_models, tree
+from robustness import error_checks, process_audit, soak_models
+from robustness.out_of_memory import OPTIONS, POISONED
 from rounding import check_same
-from support import give_back_memory, rows_waiting, serving, wait_until
+from support import rows_waiting, serving, wait_until
 
 FAILS = {
     "out of memory": camserve.ResourceExhausted,
     "raising hook": camserve.Internal,
     "bad layer": camserve.CamserveError,
 }
-POISONED = "poisoned=robustness.soak_models:poisoned?size=32"
-OPTIONS = {"overlay": None, "targets": 2}
 
 
 @pytest.fixture(scope="module")
@@ -78,61 +71,25 @@ def test_other_rows_of_a_failing_rows_batch_are_right(colour, position, served, 
         check_same(outcomes[number].heatmap, alone[number], POISONED)
 
 
-def png(image):
-    packed = io.BytesIO()
-    Image.fromarray(image).save(packed, "PNG")
-    return packed.getvalue()
+# --- many errors in a row, in a process whose memory is measured ---
+
+LEFT = 8 * 2**20
+"""Bytes that errors may leave. Each error keeps more if its frames stay: `soak_models.MEMORY_BEFORE_FAILURE`."""
 
 
-def memory():
-    give_back_memory()
-    return tree.memory(os.getpid())
+@pytest.fixture(scope="module")
+def outcome():
+    return process_audit.run_module("out_of_memory")
 
 
-def run_out_of_memory(client, times):
-    """Send requests that run out of memory; return the share by which this process's memory grew, and the errors."""
-    image, errors = png(soak_models.image("out of memory")), []
-
-    def fail():
-        with pytest.raises(camserve.CamserveError) as caught:
-            client.explain(image, **OPTIONS)
-        errors.append(type(caught.value))
-        assert error_checks.client_faults(caught.value) == []
-        caught.value.__traceback__ = None
-
-    for _ in range(5):  # fills caches
-        fail()
-    before = memory()
-    for _ in range(times):
-        fail()
-    gc.collect()
-    return memory() / before - 1, errors
+def test_server_serves_after_thirty_out_of_memory_errors_in_a_row(outcome):
+    assert (set(outcome["sound"]["errors"]), outcome["sound"]["wrong"]) == ({"ResourceExhausted"}, [])
+    assert len(outcome["sound"]["errors"]) == 35
+    assert outcome["sound"]["left"] <= LEFT
+    assert (outcome["health"], outcome["same"]) == ("SERVING", True)
 
 
-def test_server_serves_after_a_hundred_out_of_memory_errors_in_a_row(client, photos, alone):
-    grown, errors = run_out_of_memory(client, 100)
-    now = client.explain(photos[0], **OPTIONS).explanations[0].heatmap
-
-    assert set(errors) == {camserve.ResourceExhausted}
-    assert abs(grown) <= 0.02
-    assert client.health() is camserve.Health.SERVING
-    assert np.array_equal(now, alone[0])
-
-
-def test_kept_error_is_detected_as_a_leak(served, client, monkeypatch):
+def test_kept_error_is_detected_as_a_leak(outcome):
     """Control of the check above: a kept error keeps its frames and their tensors."""
-    engine, leaked = served.pipeline.batcher._workers[0], []
-    module = engine.run.__self__._models["poisoned@1"].module
-
-    def leaking_run(*_):
-        try:
-            return module(torch.tensor([[[[2.0]], [[0.0]], [[0.0]]]]))
-        except torch.OutOfMemoryError as error:
-            leaked.append(error)
-            raise OutOfMemory("no memory") from error
-
-    monkeypatch.setattr(engine, "run", leaking_run)
-    grown, errors = run_out_of_memory(client, 2)
-
-    assert len(leaked) == len(errors) == 7
-    assert grown > 0.02
+    assert len(outcome["leaking"]["errors"]) == 7
+    assert outcome["leaking"]["left"] > LEFT

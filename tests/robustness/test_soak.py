@@ -1,5 +1,7 @@
 """Short forms of the long runs of `make soak`, which checks the figures that need more time."""
 
+from collections import Counter
+
 import pytest
 
 from robustness import soak
@@ -16,8 +18,19 @@ def server():
         yield server
 
 
+def has_all(*codes, count=1):
+    """Return a function that is true of answers with each of these codes, and with this number of OK."""
+
+    def enough(answers):
+        found = Counter(answer.code.name for answer in answers)
+        return found["OK"] >= count and all(found[code] for code in codes)
+
+    return enough
+
+
 def test_server_at_saturation_answers_or_refuses_and_leaks_nothing(server):
-    broken, answers = _broken_twice(lambda: soak.saturation(server, SECONDS, 1, rounds=1))
+    enough = has_all("OK", "RESOURCE_EXHAUSTED")
+    broken, answers = _broken_twice(lambda: soak.saturation(server, SECONDS, rounds=1, enough=enough))
 
     assert broken == set()
     assert answers == {"OK", "RESOURCE_EXHAUSTED"}
@@ -32,10 +45,12 @@ def test_server_at_saturation_answers_or_refuses_and_leaks_nothing(server):
 )
 def test_soak_leaks_nothing_and_detects_a_planted_leak(model, detected, server):
     """The leaking model shows that the checks can fail."""
-    broken, answers = _broken_twice(lambda: soak.soak(server, model, SECONDS, every=0.2))
+    codes = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"}
+    enough = has_all(*codes, count=50 * soak.QUEUE)  # at least 50 batches: the planted leak is then beyond the limits
+    broken, answers = _broken_twice(lambda: soak.soak(server, model, SECONDS, every=0.2, enough=enough))
 
     assert broken == detected
-    assert {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"} <= answers
+    assert codes <= answers
 
 
 def _broken_twice(load):
