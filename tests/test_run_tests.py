@@ -86,14 +86,12 @@ def test_hangs(resource):
 """
 ORPHANS = """
 import os
-import time
 from pathlib import Path
 
 def test_waits_until_the_program_is_killed():
     Path("began.new").write_text(str(os.getpid()))
     Path("began.new").rename("began")
-    while not Path("killed").exists():
-        time.sleep(0.01)
+    Path("gate").read_text()
 
 def test_later():
     Path("later").touch()
@@ -274,11 +272,12 @@ def test_interrupted_run_stops_its_tests_and_reports_the_rest(number, project):
 
 def test_tests_end_if_the_program_that_runs_them_is_killed(project, monkeypatch):
     root = project(orphans=ORPHANS)
+    os.mkfifo(root / "gate")
     monkeypatch.setenv("TMPDIR", str(root))  # the program cannot remove its files
     with start(root, "fast") as process:
         wait_until((root / "began").exists)
         process.kill()
-    (root / "killed").touch()
+    (root / "gate").write_text("open")
     wait_until(lambda: not is_running(int((root / "began").read_text())))
 
     assert not (root / "later").exists()
