@@ -79,11 +79,7 @@ browser: .browser/.done  ## install Chromium and axe-core, with which the page i
 demo: setup  ## start the server, explain a photo of a cat, write the overlay to out/
 	$(BIN)/python examples/demo.py
 
-# Waiting threads must not spin, because several parts of the tests run at the same time: they would keep the core from the
-# thread that they wait for. Of a server with two threads, one map by SmoothGrad took 20 s of processor time beside another
-# part, and 1 s so.
-PATIENT = OMP_WAIT_POLICY=passive
-RUN_TESTS = $(PATIENT) $(BIN)/python -m tools.run_tests $(if $(COVERAGE),--coverage) $(if $(SEED),--seed $(SEED))
+RUN_TESTS = $(BIN)/python -m tools.run_tests $(if $(COVERAGE),--coverage) $(if $(SEED),--seed $(SEED))
 # The bound on coverage is for all tests. So `test` has none, and `test-slow` adds to what `test` measured before it.
 ERASE = $(if $(COVERAGE),$(BIN)/python -m coverage erase)
 REPORT = $(if $(COVERAGE),$(BIN)/python -m coverage combine -q --append && $(BIN)/python -m coverage report)
@@ -103,7 +99,7 @@ test-all: setup node browser docs $(TRITON_VENV)/.done  ## run all tests
 	$(REPORT)
 
 test-flaky: setup node $(TRITON_VENV)/.done  ## run `make test` N=3 times, shuffled, beside BUSY=2 programs; CORES=1, SEED=N
-	$(PATIENT) $(BIN)/python -m tools.find_flaky --runs $(N) --busy $(BUSY) $(if $(CORES),--cores $(CORES)) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tools.find_flaky --runs $(N) --busy $(BUSY) $(if $(CORES),--cores $(CORES)) $(if $(SEED),--seed $(SEED))
 
 test-simulated: setup  ## run the tests on a simulated GPU
 	$(BIN)/python -m pytest tests/simulated
