@@ -491,6 +491,7 @@ async def test_processes_end_with_a_supervisor_that_is_killed(tmp_path):
     await process.wait()
 
     await wait_in_loop_until(lambda: not any(map(alive, pids)))
+    assert len(pids) == 2
 
 
 def test_supervisor_imports_neither_torch_nor_grpc():

@@ -255,10 +255,9 @@ async def test_new_caller_waits_only_for_the_batches_that_already_run(came_befor
 
 
 async def test_batches_on_a_gpu_also_wait_for_more_rows():
-    gpu = Gpu(is_open=True)
-    async with Batcher(
-        gpu, max_batch_rows=4, max_delay=0.02, streams=True
-    ) as batcher:  # real timeout: it only has to pass
+    gpu, settings = Gpu(is_open=True), {"max_batch_rows": 4, "streams": True}
+    settings["max_delay"] = 0.02  # real timeout: it only has to pass
+    async with Batcher(gpu, **settings) as batcher:
         answers = await asyncio.gather(ask(batcher, [1], CAM), ask(batcher, [2], SALIENCY))
 
     assert answers == [[1.0], [2.0]]
