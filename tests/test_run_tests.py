@@ -245,6 +245,13 @@ def test_ended_pytest_process_fails_and_leaves_no_process(project):
     wait_until(lambda: not is_running(int((root / "left").read_text())))
 
 
+def test_pytest_process_that_ends_without_an_error_fails_too(project):
+    code, shown = run(project(ending="import os\n\ndef test_ends():\n    os._exit(0)\n"), "fast")
+
+    assert code == 1
+    assert "FAILED tests/test_ending.py::test_ends (process) - pytest ended with exit code 0 before 1 of" in shown
+
+
 def test_error_of_pytest_itself_fails_and_is_shown(project):
     root = project(a="def test_a(): pass")
     (root / "conftest.py").write_text("raise ValueError('a broken conftest')")
