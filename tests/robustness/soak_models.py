@@ -95,10 +95,10 @@ class Poisoned(nn.Sequential):
 
 
 class Leaking(Poisoned):
-    """Leaks 32 KB with every batch, and a hook with every tenth."""
+    """Leaks 256 KB with every batch up to 1 GB, and a hook with every tenth."""
 
     def forward(self, x):
-        LEAKED.append(torch.ones(2**13))
+        LEAKED.append(torch.ones(2**16) if len(LEAKED) < 4096 else None)
         if len(LEAKED) % 10 == 0:
             self.flat.register_forward_hook(lambda *_: None)
         return super().forward(x)

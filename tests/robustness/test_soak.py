@@ -8,6 +8,7 @@ from robustness import soak
 
 pytestmark = pytest.mark.slow
 SECONDS = 6
+PLANTED = {"hooks more than before", "heap of the engine in use more than before, MB"}
 NEED_MORE_TIME = {*soak.SPEED, soak.MEMORY}
 """Figures that `make soak` checks: the speed, on an idle machine, and the memory's slope."""
 
@@ -37,19 +38,16 @@ def test_server_at_saturation_answers_or_refuses_and_leaks_nothing(server):
 
 
 @pytest.mark.parametrize(
-    ("model", "detected"),
-    [
-        ("poisoned", set()),
-        ("leaking", {"hooks more than before", "heap of the engine in use more than before, MB"}),
-    ],
+    ("model", "detected", "possible"),
+    [("poisoned", set(), set()), ("leaking", PLANTED, {*PLANTED, "objects in the engine more than before"})],
 )
-def test_soak_leaks_nothing_and_detects_a_planted_leak(model, detected, server):
-    """The leaking model shows that the checks can fail."""
+def test_soak_leaks_nothing_and_detects_a_planted_leak(model, detected, possible, server):
+    """The leaking model shows that the checks can fail. Many batches also leave many objects."""
     codes = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"}
-    enough = has_all(*codes, count=50 * soak.QUEUE)  # at least 50 batches: the planted leak is then beyond the limits
+    enough = has_all(*codes, count=20 * soak.QUEUE)  # at least 20 batches: the planted leak is then beyond the limits
     broken, answers = _broken_twice(lambda: soak.soak(server, model, SECONDS, every=0.2, enough=enough))
 
-    assert broken == detected
+    assert detected <= broken <= possible
     assert codes <= answers
 
 
