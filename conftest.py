@@ -11,6 +11,8 @@ import pytest
 
 import camserve
 
+pytest_plugins = ["process_guard"]
+
 
 @pytest.fixture(scope="session")
 def example_servers(tmp_path_factory):

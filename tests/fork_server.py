@@ -7,6 +7,7 @@ working folder, environment, standard output, signals and exit code. Variables t
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import json
@@ -21,6 +22,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import NoReturn
+
+import leftovers
 
 TESTS = Path(__file__).parent
 SERVER = "from camserve_server.cli import main; main()"
@@ -114,7 +117,8 @@ def _fork_server():
         child_socket.set_inheritable(True)
         path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         code = f"import sys, fork_server; sys.path.remove({str(TESTS)!r}); fork_server.serve({child_socket.fileno()})"
-        os.posix_spawn(sys.executable, [sys.executable, "-c", code], os.environ | {"PYTHONPATH": path})
+        environment = os.environ | {"PYTHONPATH": path, leftovers.KEPT: leftovers.ENDS_ITSELF}
+        os.posix_spawn(sys.executable, [sys.executable, "-c", code], environment)
     atexit.register(own_socket.close)
     return own_socket
 
@@ -186,7 +190,17 @@ def _run_program(request, numbers) -> NoReturn:
     passed = dict(zip(map(str, request["pass_fds"]), map(str, numbers[3:]), strict=True))
     os.chdir(request["cwd"])
     os.environ.clear()
+    _show_environment(request["environment"])
     os.environ.update(request["environment"])
     sys.argv = ["-c", *(passed.get(argument, argument) for argument in request["arguments"])]
     exec(compile(request["code"], "<program>", "exec"), {"__name__": "__main__"})  # noqa: S102 -- a test's program
     sys.exit()
+
+
+def _show_environment(environment):
+    """Make /proc show a program's own environment, as if it had not been forked. `leftovers` reads it there."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+    names = sorted(environment, key=lambda name: name not in leftovers.MARKS)  # the others may not all have room
+    block = b"".join(os.fsencode(f"{name}={environment[name]}\0") for name in names)[: end - start]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, block, len(block))
