@@ -19,7 +19,7 @@ from support import wait_until
 ROOT = Path(__file__).parents[2]
 AXE = ROOT / ".browser/node_modules/axe-core/axe.min.js"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-TIMEOUT = 100_000  # milliseconds until a step of a test has failed; less than pytest's own timeout
+TIMEOUT = 500_000  # milliseconds until a step of a test has failed; less than pytest's own timeout
 MOST_CARDS = 12  # near a viewport of 900 pixels
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)><!-- ' \" &"
 

@@ -6,10 +6,6 @@ import io
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +19,13 @@ import needs
 from camserve_server.api import auth, tokens
 from coloured import painted
 from robustness import nets
+from server_process import reserved_port, server_process
 from support import PHOTOS, rows_waiting, serving, wait_until
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium")
 AXE = ROOT / ".browser/node_modules/axe-core/axe.min.js"
-TIMEOUT = 100_000  # milliseconds until a step of a test has failed; less than pytest's own timeout
+TIMEOUT = 500_000  # milliseconds until a step of a test has failed; less than pytest's own timeout
 NARROW = {"width": 320, "height": 700}
 TILES = """[...document.querySelectorAll(".channel canvas")].map((canvas) => {
   const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
@@ -784,46 +781,22 @@ def test_receipt_is_saved_and_opened_again(opened, page, tmp_path):
     assert other.locator(".checks .bad").count() == 0
 
 
-@contextlib.contextmanager
-def server_process(http_port, *models):
-    """Run a server on an HTTP port in a process of its own."""
-    command = [sys.executable, "-m", "camserve_server", "serve", "--address", "127.0.0.1:0"]
-    command += ["--http-address", f"127.0.0.1:{http_port}", *(part for model in models for part in ("--model", model))]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        wait_until(lambda: process.poll() is not None or is_ready(http_port))
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def is_ready(port):
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as response:
-        return response.status == 200
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def test_killed_server_is_found_again(opened):
-    port = free_port()
-    with server_process(port, "efficientnet_lite0") as server:
-        page = opened(port=port, expected=["net::ERR_", "status of 503"])
-        page.wait_for_selector("[data-status=ready]")
-        choose_photo(page)
-        server.send_signal(signal.SIGKILL)
-        server.wait()
-        page.locator(".prediction", has_text="tiger cat").click()
-        page.wait_for_selector("#connection[data-status=waiting]")
-        assert page.locator("#notice").text_content().startswith("The server cannot be reached")
-    with server_process(port, "efficientnet_lite0"):
-        page.wait_for_selector("#connection[data-status=ready]")
-        page.get_by_role("heading", name="tiger cat").wait_for()
-        explained(page)
-        assert page.locator("#notice").text_content() == ""
+    with reserved_port() as port:
+        flags = ("--http-address", f"127.0.0.1:{port}")
+        with server_process(("efficientnet_lite0",), *flags, forked=True) as server:
+            page = opened(port=port, expected=["net::ERR_", "status of 503"])
+            page.wait_for_selector("[data-status=ready]")
+            choose_photo(page)
+            server.stop(signal.SIGKILL)
+            page.locator(".prediction", has_text="tiger cat").click()
+            page.wait_for_selector("#connection[data-status=waiting]")
+            assert page.locator("#notice").text_content().startswith("The server cannot be reached")
+        with server_process(("efficientnet_lite0",), *flags, forked=True):
+            page.wait_for_selector("#connection[data-status=ready]")
+            page.get_by_role("heading", name="tiger cat").wait_for()
+            explained(page)
+            assert page.locator("#notice").text_content() == ""
 
 
 def test_photo_class_and_look_are_chosen_with_the_keyboard_alone(page):
@@ -1010,9 +983,8 @@ URL.revokeObjectURL = (url) => (window.urls--, revoke(url));
 
 
 def test_fifty_photos_leave_nothing(opened):
-    port = free_port()
-    with server_process(port, "efficientnet_lite0") as server:
-        page = opened(port=port, script=COUNT_URLS)
+    with server_process(("efficientnet_lite0",), "--http-address", "0", forked=True) as server:
+        page = opened(port=server.http_port, script=COUNT_URLS)
         page.wait_for_selector("[data-status=ready]")
         counts = {}
         for count in range(1, 51):
