@@ -27,7 +27,7 @@ def memory():
 
 
 def run_out_of_memory(client, times):
-    """Fail so many times; return the errors' classes, what is wrong with them, and the bytes that they left."""
+    """Fail a number of times; return the errors' classes, what is wrong with them, and the bytes that they left."""
     errors, wrong = [], []
 
     def fail():

@@ -344,7 +344,7 @@ def test_caller_that_hangs_up_at_any_moment_leaves_nothing(served, port):
 
 
 def test_greedy_caller_causes_no_refusal_of_a_modest_one(tmp_path):
-    """Callers are told apart by their tokens. No row is computed meanwhile, so that the queue stays full."""
+    """Tokens identify the callers. No row is computed meanwhile, so that the queue stays full."""
     created = {name: tokens.new(name, ("explain",)) for name in ("greedy", "modest")}
     path = tmp_path / "tokens"
     path.write_text("".join(f"{known.line()}\n" for _, known in created.values()))

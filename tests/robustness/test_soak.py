@@ -7,7 +7,7 @@ import pytest
 from robustness import soak
 
 pytestmark = pytest.mark.slow
-SECONDS = 6
+SECONDS = 6  # real timeout: the load goes on until enough was answered
 PLANTED = {"hooks more than before", "heap of the engine in use more than before, MB"}
 NEED_MORE_TIME = {*soak.SPEED, soak.MEMORY}
 """Figures that `make soak` checks: the speed, on an idle machine, and the memory's slope."""
