@@ -72,7 +72,7 @@ def end_leftovers(run, *, kept=False):
     """End the processes of a run that do not end by themselves, and return them."""
     last = time.monotonic() + SECONDS
     while (left := processes(run, kept=kept)) and time.monotonic() < last:
-        time.sleep(0.005)
+        time.sleep(0.005)  # real timeout: only a pause between two looks
     end(left)
     return left
 
@@ -118,7 +118,7 @@ def end_with(run, process_id):
         select.select([os.pidfd_open(process_id)], [], [])
     while left := processes(run, kept=True):
         end(left)
-        time.sleep(0.05)
+        time.sleep(0.05)  # real timeout: only a pause between two looks
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import tempfile
 import fork_server
 from support import children, wait_until
 
-COMMAND = (sys.executable, "-c", fork_server.SERVER)
 TEST_VARIABLES = (
     "MALLOC_MMAP_THRESHOLD_",
     "MALLOC_TRIM_THRESHOLD_",
@@ -119,34 +118,46 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def server_process(models, *flags, ready=True, forked=False, cwd=None, environment=None, prefix=()):
+def server_process(
+    models,
+    *flags,
+    command=("serve",),
+    ready=True,
+    forked=False,
+    cwd=None,
+    environment=None,
+    prefix=(),
+    program=fork_server.SERVER,
+):
     """Serve models in another process inside the block; a server that still runs at its end gets SIGTERM.
 
     Args:
         models: models in the format of the command line.
         flags: further flags. A port that they do not give is free: `server.address` has it. For HTTP and metrics, pass
             `--http-address 0` and `--metrics-address 0`.
+        command: the command of `camserve-server`.
         ready: True to start the block when the models are warm; False to start it at once.
         forked: True to fork the process from one that has imported torch, which saves seconds. It has the environment
             of that process where it is read at the start, and more memory.
         cwd: its folder.
         environment: variables to add by name; those with None are removed.
         prefix: a program with arguments that runs the command, only of a new process.
+        program: the code that runs; a test may plant a fault in the server before.
 
     Raises:
         ChildProcessError: the server ended before it was ready; the message has its log.
     """
     model_flags = [part for model in models for part in ("--model", model)]
     address = () if "--address" in flags else ("--address", "127.0.0.1:0")
-    words = ["serve", *address, *model_flags, *map(str, flags)]
+    words = [*command, *address, *model_flags, *map(str, flags)]
     variables = {**os.environ, **dict.fromkeys(TEST_VARIABLES), **fork_server.NO_CACHE, **(environment or {})}
     variables = {name: str(value) for name, value in variables.items() if value is not None}
     with tempfile.TemporaryFile() as log:
         options = {"cwd": cwd, "stdout": log, "stderr": log}
         if forked:
-            process = fork_server.start(fork_server.SERVER, *words, environment=variables, **options)
+            process = fork_server.start(program, *words, environment=variables, **options)
         else:
-            process = subprocess.Popen([*prefix, *COMMAND, *words], env=variables, **options)
+            process = subprocess.Popen([*prefix, sys.executable, "-c", program, *words], env=variables, **options)
         server = ServerProcess(process, log, ALL_SERVE if "--processes" in flags else SERVING)
         try:
             if ready:

@@ -196,7 +196,7 @@ IN_TEXT = re.compile(r"--([a-z-]+)[ =]([\d.]+)(?![\d.*])|\b(\w+) ?[=(] ?([\d.]+)
 EXPLAINED = re.compile(r"# real timeout: \w\S*( \S+){2,}")
 WAITS_FOR_A_CONDITION = "support.py"
 """The only file that may sleep between two looks."""
-UNMENDED = {"compatibility", "e2e", "robustness", "leftovers.py", "test_leftovers.py", "test_run_tests.py"}
+UNMENDED = {"compatibility", "robustness", "test_run_tests.py"}
 
 
 def named(node):

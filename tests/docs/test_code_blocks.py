@@ -52,7 +52,6 @@ def named(path):
     return pytest.param(path, id=path.relative_to(ROOT).as_posix())
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", [named(path) for path in PAGES if "```" in path.read_text(encoding="utf-8")])
 def test_code_blocks_of_a_page_run_in_order(path, reader):
     reader.read(path)

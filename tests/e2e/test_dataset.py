@@ -38,7 +38,7 @@ from torch import nn
 
 class Slow(nn.Module):
     def forward(self, x):
-        time.sleep(0.02)
+        time.sleep(0.02)  # real timeout: the model takes long, so that a job is killed half-way
         return x
 
 

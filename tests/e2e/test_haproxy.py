@@ -47,14 +47,14 @@ class Net(nn.Sequential):
         if float(x.detach().mean((1, 2, 3)).max()) > 2:  # a white photo takes until the test ends it
             (FOLDER / "entered").touch()
             while not (FOLDER / "open").exists():
-                time.sleep(0.01)
+                time.sleep(0.01)  # real timeout: only a pause between two looks at the file
             (FOLDER / "entered").unlink()
         return super().forward(x)
 
 
 def net():
     while (FOLDER / "loading").exists():
-        time.sleep(0.01)
+        time.sleep(0.01)  # real timeout: only a pause between two looks at the file
     torch.manual_seed(0)
     return Net(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
 """
@@ -283,7 +283,8 @@ def test_connections_reach_their_age_and_no_call_of_our_client_fails(tmp_path):
     attempts = re.compile(r'^haproxy_server_connection_attempts_total{proxy="camserve",.*} (\d+)$', re.MULTILINE)
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(reserved_port("127.0.0.4"))
-        server = Server(stack, tmp_path / "server", "127.0.0.4", port, "--connection-age-seconds", "0.3")
+        age = ("--connection-age-seconds", "0.3")  # real timeout: connections have to reach it
+        server = Server(stack, tmp_path / "server", "127.0.0.4", port, *age)
         haproxy = stack.enter_context(balanced(tmp_path, [server]))
 
         def connections():

@@ -2,44 +2,34 @@
 
 import io
 import random
-import threading
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
 import camserve
-from support import PHOTOS, give_back_memory, serving, wait_until
+import fork_server
+from robustness.memory_loads import Meter
+from server_process import server_process
+from support import PHOTOS, wait_until
 
 MIB = 2**20
+MAX_GROWTH = 100 * MIB
+TAKES_A_BOMB = """
+import signal
+import sys
+from pathlib import Path
 
+sys.path.insert(0, sys.argv[2])
+from support import wait_until
 
-def resident():
-    """Return the resident memory of this process in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-class Peak:
-    """Measures the peak of resident memory inside the block."""
-
-    def __enter__(self):
-        give_back_memory()
-        self.start, self.high, self._stop = resident(), 0, threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self):
-        while not self._stop.wait(0.002):
-            self.high = max(self.high, resident())
-
-    def __exit__(self, *_):
-        self._stop.set()
-        self._thread.join()
-
-    @property
-    def grown(self):
-        return self.high - self.start
+folder = Path(sys.argv[1])
+(folder / "started").touch()
+wait_until((folder / "go").exists)
+data = bytearray(200 * 2**20)
+data[::4096] = b"x" * len(data[::4096])
+(folder / "done").touch()
+signal.pause()
+"""
 
 
 def invalid_photos(count):
@@ -65,12 +55,14 @@ def invalid_photos(count):
 
 
 @pytest.fixture(scope="module")
-def client():
+def server():
+    """A server in a process of its own that has answered a request for each photo, and some invalid ones."""
     small = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
-    with serving(models=(small,), threads=1) as served, camserve.Client(served.address, retries=0) as client:
-        for path in PHOTOS.values():
-            client.explain(path)
-        yield client
+    with server_process((small,), "--threads", "1", forked=True) as server:
+        with camserve.Client(server.address, retries=0) as client:
+            for photo in (*PHOTOS.values(), *invalid_photos(10)):
+                answer(client, photo)
+        yield server
 
 
 def answer(client, data):
@@ -82,22 +74,27 @@ def answer(client, data):
     return "OK"
 
 
-def test_300_invalid_images_are_answered_in_little_memory(client):
-    images = list(invalid_photos(300))
-    with Peak() as memory:
-        outcomes = [answer(client, data) for data in images]
+def test_300_invalid_images_are_answered_in_little_memory(server):
+    meter = Meter(server.pid)
+    with camserve.Client(server.address, retries=0, timeout=600) as client:
+        meter.start()
+        outcomes = [answer(client, data) for data in invalid_photos(300)]
 
-    assert len(outcomes) == 300
-    assert outcomes[:3] == ["INVALID_ARGUMENT"] * 3
-    assert memory.grown <= 100 * MIB
-    assert client.explain(PHOTOS["chelsea"]).explanations[0].verdict in set(camserve.Verdict)
+        assert len(outcomes) == 300
+        assert outcomes[:3] == ["INVALID_ARGUMENT"] * 3
+        assert meter.grown() <= MAX_GROWTH
+        assert client.explain(PHOTOS["chelsea"]).explanations[0].verdict in set(camserve.Verdict)
 
 
-def test_memory_of_a_bomb_is_detected():
+def test_memory_of_a_bomb_is_detected(tmp_path):
     """Control of the check above: as much memory as a bomb would take."""
-    with Peak() as memory:
-        data = bytearray(200 * MIB)
-        data[::4096] = b"x" * len(data[::4096])
-        wait_until(lambda: memory.grown > 100 * MIB)
+    with fork_server.start(TAKES_A_BOMB, tmp_path, fork_server.TESTS) as process:
+        wait_until((tmp_path / "started").exists)
+        meter = Meter(process.pid)
+        meter.start()
+        (tmp_path / "go").touch()
+        wait_until((tmp_path / "done").exists)
+        grown = meter.grown()
+        process.kill()
 
-    assert memory.grown > 100 * MIB
+    assert grown > MAX_GROWTH

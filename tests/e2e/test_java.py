@@ -26,7 +26,7 @@ pytestmark = [
 
 def run(*command, check=True, folder=None):
     arguments = [str(argument) for argument in command]
-    return subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=120, check=check)
+    return subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=check)
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def build(folder):
     """Return the objects that kustomize generates from a folder, by kind."""
     if shutil.which("kubectl") is None:
         pytest.skip(needs.KUBECTL)
-    generated = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=True, timeout=60)
+    generated = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=True)
     return {item["kind"]: item for item in yaml.safe_load_all(generated.stdout)}
 
 

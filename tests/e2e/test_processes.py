@@ -204,7 +204,7 @@ class Callers:
                 time.sleep(self._pause)
             except camserve.CamserveError as error:
                 self.outcomes[type(error).__name__] += 1
-                time.sleep(0.02)
+                time.sleep(0.02)  # real timeout: only a pause, so that the servers get the processor
 
     def __enter__(self):
         for thread in self._threads:

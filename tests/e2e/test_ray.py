@@ -2,12 +2,9 @@
 
 import importlib.util
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,11 +18,10 @@ from PIL import Image
 import camserve
 import needs
 from camserve.v1 import explain_pb2, explain_pb2_grpc
+from server_process import reserved_port, server_process
+from support import wait_until
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=needs.RAY),
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=needs.RAY)
 
 NETS = """
 import os
@@ -39,7 +35,7 @@ from torch import nn
 
 class Slow(nn.Module):
     def forward(self, x):
-        time.sleep(0.05)
+        time.sleep(0.05)  # real timeout: the model takes long, so that both engines get work
         with (Path(__file__).parent / "ran").open("a") as file:
             file.write(f"{os.getpid()}\\n" * len(x))
         return x
@@ -54,6 +50,7 @@ def slow():
 """
 MODEL = "ray_nets:slow?size=32"
 BROKEN = ("broken.jpg", "broken.png")
+RAY_SERVE = ("ray", "serve")
 PROGRAM = [sys.executable, "-c", "from camserve_server.cli import main; main()"]
 
 
@@ -96,12 +93,17 @@ def test_ray_assigns_a_gpu_to_each_engine():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the engine would serve: there is a GPU")
 def test_engine_with_an_unusable_gpu_does_not_serve_from_the_cpu(folder):
-    arguments = ["ray", "serve", "--insecure", "--address", f"127.0.0.1:{free_port()}", "--model", MODEL]
-    result = subprocess.run(
-        [*PROGRAM, *arguments], cwd=folder, env=os.environ | GPUS, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 2, result.stderr
-    assert 'device "cuda": torch sees 0 CUDA devices here' in result.stderr
+    options = {"command": RAY_SERVE, "ready": False, "cwd": folder, "environment": GPUS}
+    with reserved_port() as port, server_process((MODEL,), *serving_at(port), **options) as server:
+        code = server.wait()
+
+    assert code == 2, server.log
+    assert 'device "cuda": torch sees 0 CUDA devices here' in server.log
+
+
+def serving_at(port):
+    """Return flags with a port. The proxies of all nodes have the same one, which must be known."""
+    return "--insecure", "--address", f"127.0.0.1:{port}"
 
 
 @pytest.fixture(scope="module")
@@ -117,30 +119,15 @@ def folder(tmp_path_factory):
     return folder
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def address(folder):
     """Address of Ray's proxy in front of two engines."""
-    port, log = free_port(), folder / "log.txt"
-    arguments = ["ray", "serve", "--engines", "2", "--insecure", "--address", f"127.0.0.1:{port}", "--model", MODEL]
-    with log.open("wb") as file:
-        serving = subprocess.Popen([*PROGRAM, *arguments], cwd=folder, stdout=file, stderr=file)
-    try:
-        while not re.search(r" serving port=\d+", log.read_text()):
-            assert serving.poll() is None, log.read_text()
-            time.sleep(0.2)
-        yield f"127.0.0.1:{port}"
-        serving.send_signal(signal.SIGTERM)
-        assert serving.wait(90) == 0, log.read_text()
-        assert "fail" not in log.read_text().partition(" draining")[2]  # a clean stop logs no error
-    finally:
-        serving.kill()
-        serving.wait()
+    with reserved_port() as port:
+        flags = ("--engines", "2", *serving_at(port))
+        with server_process((MODEL,), *flags, command=RAY_SERVE, cwd=folder) as server:
+            yield f"127.0.0.1:{port}"
+            assert server.stop() == 0, server.log
+        assert "fail" not in server.log.partition(" draining")[2]  # a clean stop logs no error
 
 
 def engines(address, folder, calls=24):
@@ -148,7 +135,7 @@ def engines(address, folder, calls=24):
     request = explain_pb2.ExplainRequest(image=(folder / "photos" / "1.png").read_bytes())
     with grpc.insecure_channel(address) as channel:
         explain = explain_pb2_grpc.ExplainServiceStub(channel).Explain
-        waiting = [explain.future(request, timeout=60) for _ in range(calls)]
+        waiting = [explain.future(request, timeout=600) for _ in range(calls)]
         names = [dict(call.trailing_metadata())["x-camserve-engine"] for call in waiting if call.result()]
     return Counter(int(name.rpartition("-")[2]) for name in names)
 
@@ -204,8 +191,7 @@ def replicas(address, folder, kind):
 
 def until_whole(address, folder):
     """Wait until Ray has replaced a killed process."""
-    while len(engines(address, folder)) < 2 or len(replicas(address, folder, "ingress")) < 2:
-        time.sleep(0.5)
+    wait_until(lambda: len(engines(address, folder)) == len(replicas(address, folder, "ingress")) == 2)
 
 
 @pytest.mark.parametrize("kind", ["engine", "ingress"])
@@ -222,10 +208,9 @@ def test_killed_replica_loses_only_calls_in_flight_which_the_sdk_retries(address
     for retries in (camserve.Retry(), camserve.Retry(attempts=0)):
         until_whole(address, folder)
         victim = replicas(address, folder, kind)[0]
-        with camserve.Client(address, retries=retries, timeout=60) as client, ThreadPoolExecutor(12) as pool:
+        with camserve.Client(address, retries=retries, timeout=600) as client, ThreadPoolExecutor(12) as pool:
             waiting = [pool.submit(explain, client) for _ in range(240)]
-            while sum(call.done() for call in waiting) < 40:
-                time.sleep(0.01)
+            wait_until(lambda waiting=waiting: sum(call.done() for call in waiting) >= 40)
             os.kill(victim, signal.SIGKILL)
             outcomes[retries.attempts] = Counter(call.result() for call in waiting)
 
@@ -241,7 +226,7 @@ def test_stream_of_a_killed_replica_has_an_answer_for_every_photo(address, folde
     until_whole(address, folder)
     victim = replicas(address, folder, kind)[0]
     photos = [folder / "photos" / f"{number}.png" for number in range(96)]
-    with camserve.Client(address, timeout=60) as client:
+    with camserve.Client(address, timeout=600) as client:
         answers = []
         for answer in client.explain_many(photos):
             answers.append(answer)
@@ -256,9 +241,7 @@ def test_killed_and_resumed_ray_job_has_every_photo_once(folder):
     command = [*PROGRAM, "ray", "explain", (folder / "photos").as_uri(), "-o", out.as_uri(), "--model", MODEL]
     killed = subprocess.Popen([*command, "--engines", "1"], cwd=folder, stderr=subprocess.DEVNULL)
     try:
-        while len(list(out.glob("results/part-*.parquet"))) < 4:
-            assert killed.poll() is None
-            time.sleep(0.02)
+        wait_until(lambda: len(list(out.glob("results/part-*.parquet"))) >= 4 or killed.poll() is not None)
     finally:
         killed.kill()
         killed.wait()

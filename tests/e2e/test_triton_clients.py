@@ -34,7 +34,6 @@ def responses(tmp_path_factory):
             env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT / "clients/python")},
             capture_output=True,
             text=True,
-            timeout=100,
             check=False,
         )
     assert result.returncode == 0, result.stderr
@@ -176,7 +175,7 @@ def beside_a_cat(tmp_path):
 def test_python_of_the_page_runs_as_printed(served, beside_a_cat):
     text = code("python", "import numpy").replace("localhost:50051", served.address)
     run = subprocess.run(
-        [PYTHON, "-W", "ignore", "-c", text], cwd=beside_a_cat, capture_output=True, text=True, timeout=60, check=False
+        [PYTHON, "-W", "ignore", "-c", text], cwd=beside_a_cat, capture_output=True, text=True, check=False
     )
 
     assert run.stdout.startswith("Egyptian cat 8.97"), run.stderr
@@ -193,7 +192,6 @@ def test_commands_of_the_page_need_no_client_and_no_protos(served, beside_a_cat,
         env={"PATH": path, "HOME": str(beside_a_cat)},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
 

@@ -126,7 +126,7 @@ def infer_typed(address, data):
 
 async def infer_async(address, data):
     async with aio.InferenceServerClient(address) as client:
-        result = await client.infer(MODEL, [files(data)], parameters=PARAMETERS, client_timeout=20)
+        result = await client.infer(MODEL, [files(data)], parameters=PARAMETERS, client_timeout=600)
         return outputs_of(result)["values"]["overlay"]
 
 
@@ -140,7 +140,7 @@ def stream(client, data):
         client.async_stream_infer(
             MODEL, [files(data)], request_id=str(number), parameters=parameters, enable_empty_final_response=number == 5
         )
-    answers = [responses.get(timeout=60) for _ in range(6)]
+    answers = [responses.get() for _ in range(6)]
     client.stop_stream()
     final = answers[5][0].get_response().parameters["triton_final_response"].bool_param
     return {"answers": [_stream_item(*answer) for answer in answers], "final": final}

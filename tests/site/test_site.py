@@ -81,7 +81,6 @@ def test_search_finds_the_page_of_a_subject(opened, words, wanted):
     assert f"/{wanted}" in found[:10]
 
 
-@pytest.mark.timeout(600)
 def test_no_page_scrolls_sideways_on_a_narrow_screen(opened, address):
     page, wide = opened("index.html", NARROW), {}
     for name in PAGES:
