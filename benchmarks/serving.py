@@ -95,10 +95,12 @@ def serving(
         program: what Python is to run.
         tree: another checkout to run the server of; None for this one.
     """
-    address = f"127.0.0.1:{_free_port()}"
-    named = [word for model in models for word in ("--model", model)]
-    command = [sys.executable, *program, *named, "--address", address, *flags]
-    with tempfile.TemporaryFile() as log, _started(command, log, tree) as process:
+    with contextlib.ExitStack() as stack:
+        address = f"127.0.0.1:{stack.enter_context(reserved_port())}"
+        named = [word for model in models for word in ("--model", model)]
+        command = [sys.executable, *program, *named, "--address", address, *flags]
+        log = stack.enter_context(tempfile.TemporaryFile())
+        process = stack.enter_context(_started(command, log, tree))
         try:
             _wait(process, address)
             yield Process(process.pid, address, process)
@@ -127,11 +129,18 @@ def environment_of(tree: Path | None) -> dict[str, str]:
     return environment
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Reserve a port of loopback inside the block for a server that does not report its own.
+
+    The socket does not listen. The system lets a server, which has SO_REUSEADDR or SO_REUSEPORT, bind the port, and
+    gives it to nobody who asks for any free port.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
 
 
 def _wait(process: "subprocess.Popen[str]", address: str) -> None:

@@ -5,11 +5,10 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 from torchvision.models import resnet50
 
 import camserve
+from benchmarks.serving import reserved_port
 
 ARCHIVE = Path(__file__).parent / "archive"
 ROOT = Path(__file__).parents[2]
@@ -134,7 +134,16 @@ def _served(name: str) -> dict[str, object]:
 @contextlib.contextmanager
 def torchserve(venv: Path, folder: Path, models: Models, threads: int) -> Iterator[TorchServe]:
     """Run TorchServe inside the block, ready to answer; its logs are in the folder's `logs`."""
-    rest, management, metrics, grpc, grpc_management = (f"127.0.0.1:{port}" for port in free_ports(5))
+    with contextlib.ExitStack() as stack:
+        addresses = [f"127.0.0.1:{stack.enter_context(reserved_port())}" for _ in range(5)]
+        yield stack.enter_context(_torchserve(venv, folder, models, threads, addresses))
+
+
+@contextlib.contextmanager
+def _torchserve(
+    venv: Path, folder: Path, models: Models, threads: int, addresses: Sequence[str]
+) -> Iterator[TorchServe]:
+    rest, management, metrics, grpc, grpc_management = addresses
     settings = {
         "inference_address": f"http://{rest}",
         "management_address": f"http://{management}",
@@ -175,23 +184,18 @@ def _ready(management: str, name: str) -> bool:
 @contextlib.contextmanager
 def camserve_server(folder: Path, weights: Path, threads: int) -> Iterator[tuple[str, Group]]:
     """Run camserve's server inside the block, with a model "float32" and a model "bfloat16"; yield where it is."""
-    address = f"127.0.0.1:{free_ports(1)[0]}"
     source = f"torchvision:resnet50?weights={weights}"
-    command = (
-        *(sys.executable, "-c", "from camserve_server.cli import main; main()", "serve", "--address", address),
-        *(
-            "--model",
-            f"float32={source}",
-            "--model",
-            f"bfloat16={source}&precision=bfloat16",
-            "--threads",
-            str(threads),
-        ),
-    )
     own = {"OMP_NUM_THREADS": str(threads)}
-    with running(command, folder, own) as group, camserve.Client(address, retries=0) as client:
-        until(lambda: _serving(client), "camserve")
-        yield address, group
+    with reserved_port() as port:
+        address = f"127.0.0.1:{port}"
+        command = (
+            *(sys.executable, "-c", "from camserve_server.cli import main; main()", "serve", "--address", address),
+            *("--model", f"float32={source}", "--model", f"bfloat16={source}&precision=bfloat16"),
+            *("--threads", str(threads)),
+        )
+        with running(command, folder, own) as group, camserve.Client(address, retries=0) as client:
+            until(lambda: _serving(client), "camserve")
+            yield address, group
 
 
 def _serving(client: camserve.Client) -> bool:
@@ -238,15 +242,6 @@ def until(ready: Callable[[], bool], name: str) -> None:
         if time.monotonic() > late:
             raise TimeoutError(f"{name} was not ready after {START_SECONDS} s: run with --keep and look into its logs")
         time.sleep(0.5)
-
-
-def free_ports(count: int) -> list[int]:
-    """Find ports of loopback that nothing listens on, all different."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def run(*command: str | Path, env: Mapping[str, str] | None = None) -> None:

@@ -101,7 +101,7 @@ class Server:
         (self.folder / "open").touch()
 
     def close(self):
-        """Let the white photos go on until there are none, and hold further ones."""
+        """Let the white photos finish, and hold further ones."""
         self.open()
         wait_until(lambda: not self.has_entered())  # also the one of a call that was cancelled
         (self.folder / "open").unlink()
