@@ -190,12 +190,18 @@ def assert_even(counts, calls):
 # --- every request is balanced ---
 
 
-def test_calls_of_one_channel_use_both_servers(servers, stub):
-    def run():
-        with ThreadPoolExecutor(8) as threads:
-            list(threads.map(stub.Explain, [REQUEST] * 60))
+def test_calls_of_one_channel_use_both_servers(servers, stub, held):
+    """The second call is sent while the first one is in progress."""
+    (first, server), (second, other) = held(stub), held(stub)
+    assert {server, other} == set(servers)
 
-    assert_even(answered(servers, run, 60), 60)
+    def run():
+        calls = [stub.Explain.future(REQUEST) for _ in range(40)]
+        for each in servers:
+            each.open()
+        assert all(call.result().predictions for call in (first, second, *calls))
+
+    assert sum(answered(servers, run, 42)) == 42
 
 
 def test_calls_one_after_another_use_both_servers(servers, stub):
