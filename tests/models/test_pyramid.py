@@ -272,7 +272,7 @@ def test_map_of_the_finest_scale_alone_is_left_as_it_is():
 
 
 def test_batch_neighbours_do_not_change_the_map_of_a_pyramid(detector):
-    """What float32 itself may err by is the largest error of the images alone: that of one image may be small by luck."""
+    """The error of plain float32 is the largest one of the images alone: that of one image may be small by luck."""
     images = [scene.photo for scene in toy.scenes(4, 11)]
     calls, layers = tuple(call(name) for name in CAMS), detector.info.pyramid
     together = run(detector, [Row(image, RankTarget(0), calls) for image in images], layers)

@@ -12,7 +12,7 @@ are contended, `SpinLimiter` keeps a team of threads that sleep.
 
 import ctypes
 import logging
-import sys
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -181,7 +181,7 @@ def _spinning_can_be_limited() -> bool:
 
     LLVM's and Intel's OpenMP have the functions of GNU's as well, and `kmp_set_blocktime`.
     """
-    if sys.platform != "linux":
+    if not hasattr(os, "sched_getaffinity"):  # not Linux
         return False
     openmp = ctypes.CDLL(None)  # torch makes its libraries' symbols global
     try:
