@@ -118,17 +118,17 @@ PLANTED = {
     "a port kept": ("releases a port", "with create_server(A) as s:\n    port = s.getsockname()[1]\n  serve(port)"),
     "an address kept": ("releases a port", "with socket() as s:\n    a = f'h:{s.getsockname()[1]}'\n  start(a)"),
     "a closed socket": ("releases a port", "s = socket.create_server(A)\n  port = s.getsockname()[1]\n  s.close()"),
-    "a loop": ("waits", "while not done():\n    time.sleep(0.1)"),
+    "a loop": ("waits", "while not done():\n    time.sleep(pause)"),
     "a loop with a check": ("waits", "while not done():\n    assert process.poll() is None\n    time.sleep(pause)"),
-    "a loop with an end": ("waits", "while True:\n    if done():\n      break\n    await asyncio.sleep(0.1)"),
-    "a number of looks": ("waits", "for _ in range(100):\n    if done():\n      break\n    time.sleep(0.1)"),
+    "a loop with an end": ("waits", "while True:\n    if done():\n      break\n    await asyncio.sleep(pause)"),
+    "a number of looks": ("waits", "for _ in range(100):\n    if done():\n      break\n    time.sleep(pause)"),
 }
 SOUND = {
     "another program": "subprocess.Popen(['haproxy', '-f', path])",
     "a command that ends": "subprocess.run([PROGRAM, 'serve', '--model', 'none'])",
     "a thread": "threading.Thread(target=work).start()",
     "a socket that listens": "with create_server(A) as s:\n    port = s.getsockname()[1]\n    client.connect(port)",
-    "a load": "while not done():\n    client.explain(photo)\n    time.sleep(0.1)",
+    "a load": "while not done():\n    client.explain(photo)\n    time.sleep(pause)",
     "a loop that runs": "while not done():\n    await asyncio.sleep(0)",
     "a condition": "wait_until(lambda: done())",
 }
