@@ -196,7 +196,6 @@ IN_TEXT = re.compile(r"--([a-z-]+)[ =]([\d.]+)(?![\d.*])|\b(\w+) ?[=(] ?([\d.]+)
 EXPLAINED = re.compile(r"# real timeout: \w\S*( \S+){2,}")
 WAITS_FOR_A_CONDITION = "support.py"
 """The only file that may sleep between two looks."""
-UNMENDED = {"compatibility", "robustness", "test_run_tests.py"}
 
 
 def named(node):
@@ -263,7 +262,7 @@ def unexplained(source):
 
 @pytest.mark.parametrize("path", FILES, ids=map(str, FILES))
 def test_no_timeout_is_shorter_than_a_busy_machine_may_need(path):
-    if path.parts[0] not in UNMENDED and path.name != WAITS_FOR_A_CONDITION:
+    if path.name != WAITS_FOR_A_CONDITION:
         assert unexplained((TESTS / path).read_text()) == []
 
 

@@ -304,7 +304,6 @@ def everywhere(model, image, names):
         yield architectures.formula(own[name].detach(), gradient, layout)
 
 
-@pytest.mark.timeout(300)  # five seconds for the 254 layers of maxvit_t, and much more on a machine that is not idle
 @pytest.mark.parametrize(("arch", "size"), EVERY_LAYER)
 def test_gradcam_at_every_explainable_layer_equals_autograd(arch, size):
     model = models.load(parse(f"{arch}?weights=none&size={size}"))

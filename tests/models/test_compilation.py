@@ -25,8 +25,6 @@ from camserve_server.models.values import Pass
 from camserve_server.targets.values import ClassTarget
 from methods.tools import CAMS, call, error_ratio, exact, gap, noise, run
 
-pytestmark = pytest.mark.timeout(300)  # compiling takes long on a busy machine
-
 SIDE = 32
 BATCHES = (1, 2, 3, 5, 8, 11)
 CALLS = {"cam": tuple(map(call, CAMS)), "curvature": (call("shapleycam"),), "score": ()}

@@ -319,7 +319,6 @@ def test_methods_of_one_pass_and_composed_ones_explain_a_pyramid(detector):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_pyramid_finds_small_objects_that_one_layer_does_not():
     """The detector is trained in half a minute. The bars are far below what `python -m benchmarks.pyramid` finds."""
     numbers = {}
