@@ -452,28 +452,43 @@ async def test_health_follows_the_canary_of_an_idle_server(folder, monkeypatch):
             assert await changes.get() is True
 
 
-async def test_requests_wait_for_a_lost_worker_but_not_forever(folder, monkeypatch):
+@pytest.fixture
+async def pool(folder, monkeypatch):
+    """A pool with a single worker in this process, and a function that submits a batch to it."""
     monkeypatch.syspath_prepend(folder)
     settings = config.load(flags={"isolation": "thread", "device": "cpu", "threads": 1}, environment={})
-    async with worker_pool.WorkerPool(settings) as pool:
-        pass_, rows = batch_of(await pool.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}")))
+    async with worker_pool.WorkerPool(settings) as workers:
+        pass_, rows = batch_of(await workers.load("tiny", parse(f"tiny=worker_nets:tiny{SIZE}")))
+        yield workers, lambda: asyncio.create_task(workers.batcher.submit(pass_, rows, lambda *_: None))
 
-        def submit():
-            return asyncio.create_task(pool.batcher.submit(pass_, rows, lambda *_: None))
 
-        with StoppedClock() as clock:
-            pool._on_worker_exit(0)
-            waiting = submit()
-            clock.advance(pool_health.RECOVERY_TIMEOUT - 1)
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert not waiting.done()
-            clock.advance(1)
-            for refused in (waiting, submit()):
-                with pytest.raises(Unavailable, match="no worker is available"):
-                    await refused
-        with pytest.raises(Unavailable, match="no worker is available"):
-            async with pool.batcher.admit(1):
-                pass
-        pool._on_worker_ready(0)
+async def test_requests_wait_for_a_lost_worker_but_not_forever(pool):
+    workers, submit = pool
+    with StoppedClock() as clock:
+        workers._on_worker_exit(0)
+        waiting = submit()
+        clock.advance(pool_health.RECOVERY_TIMEOUT - 1)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        clock.advance(1)
+        for refused in (waiting, submit()):
+            with pytest.raises(Unavailable, match="no worker is available"):
+                await refused
+    with pytest.raises(Unavailable, match="no worker is available"):
+        async with workers.batcher.admit(1):
+            pass
+    workers._on_worker_ready(0)
+    await submit()
+
+
+async def test_requests_are_answered_long_after_a_lost_worker_returned(pool):
+    workers, submit = pool
+    with StoppedClock() as clock:
+        workers._on_worker_exit(0)
+        workers._on_worker_ready(0)
+        clock.advance(pool_health.RECOVERY_TIMEOUT)
+        for _ in range(5):
+            await asyncio.sleep(0)
+    async with workers.batcher.admit(1):
         await submit()
