@@ -60,6 +60,11 @@ def test_request_from_another_origin_is_refused(origin, configured):
     assert request(configured, "GET", "/", origin=origin).status == 403
 
 
+@pytest.mark.parametrize("before", ["evil.", "evil", "evil:1@"])
+def test_origin_that_only_ends_like_the_host_is_refused(before, port):
+    assert post(port, LIST, {}, origin=f"http://{before}127.0.0.1:{port}").status == 403
+
+
 def test_request_of_the_servers_own_page_is_answered(port):
     response = post(port, LIST, {}, origin=f"http://127.0.0.1:{port}")
 
