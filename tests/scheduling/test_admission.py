@@ -155,6 +155,21 @@ async def test_caller_that_holds_slots_keeps_its_share(visitors, clock):
     assert visitors.holds("greedy") == 4
 
 
+async def test_caller_that_only_waits_keeps_its_share(visitors, clock):
+    for _ in range(8):
+        visitors.request("greedy")
+    await settle()
+    visitors.request("modest")
+    await settle()
+    clock.advance(admission.PRESENCE_TIMEOUT)
+    visitors.request("greedy")
+    await settle()
+
+    assert visitors.refused["greedy"] == [
+        "your share of the queue is full: 4 of its 8 rows, while other callers use it too"
+    ]
+
+
 async def test_share_is_never_below_the_minimum(visitors):
     visitors.admission._min_share = 3
     for number in range(8):
