@@ -33,8 +33,8 @@ def test_greedy_caller_causes_no_refusal_of_a_modest_one(secrets):
     path, known = secrets
     settings = {"models": (nets.TINY,), "device": "cpu", "threads": 1, "tokens_file": str(path)}
     with serving(**settings, max_queue_rows=ROWS) as served, contextlib.ExitStack() as stack:
-        # Separate connections. The greedy caller's four never carry more than 50 calls besides the 32 that wait: with more
-        # than 100, gRPC may refuse a call because an earlier one has not quite ended.
+        # Separate connections. The greedy caller's four never carry more than 50 calls besides the 32 that wait: with
+        # more than 100, gRPC may refuse a call because an earlier one has not quite ended.
         stubs = [
             explain_pb2_grpc.ExplainServiceStub(
                 stack.enter_context(grpc.insecure_channel(served.address, options=[("connection", number)]))
