@@ -232,6 +232,10 @@ def test_every_field_of_a_request_is_decoded():
     assert order.rendering == Rendering("jpeg", "webp", True, "viridis", 1.0, 16, 100)
 
 
+def test_window_reaches_half_of_its_width_to_both_sides_of_its_centre():
+    assert ask(**rendering(window={"centre": 40, "width": 30})).rendering.window == (25, 55)
+
+
 def test_top_k_becomes_rank_targets():
     assert ask(model="large", top_k=16).job.targets == tuple(RankTarget(rank) for rank in range(16))
 
