@@ -345,12 +345,19 @@ def test_pointing_game_is_won_if_the_peak_is_in_or_near_the_box(box, tolerance, 
     assert METRICS["pointing_game"].judge(shown, tolerance=tolerance).value == hit
 
 
-def test_energy_in_a_box_is_the_share_of_the_positive_values_there():
+@pytest.mark.parametrize(
+    ("box", "share"),
+    [
+        (Box(10, 0, 30, 10), 0.2),  # the first row's second and third pixel, each 10 wide and high
+        (Box(4, 4, 24, 14), 0.3),  # the centres of the first row's first and second pixel
+        (Box(6, 6, 16, 16), 0.4),  # the centre of the second row's second pixel
+    ],
+)
+def test_energy_in_a_box_is_the_share_of_the_positive_values_there(box, share):
     pixels = np.array([[1, 2, -9], [3, 4, -9]], np.float32)
-    box = Box(10, 0, 30, 10)  # of pixels 10 wide and high, the first row's second and third
     shown = make_metric_input(np.zeros((3, 2, 3), np.float32), pixels, 0.5, Box(0, 0, 30, 20), box)
 
-    assert METRICS["energy_in_box"].judge(shown).value == pytest.approx(0.2)
+    assert METRICS["energy_in_box"].judge(shown).value == pytest.approx(share)
 
 
 # ------------------------------------------------------------------------------------------------ a model made random
@@ -374,6 +381,15 @@ def test_modules_are_counted_from_the_output_and_each_parameter_belongs_to_one(r
 
 
 @pytest.mark.usefixtures("unchanged")
+def test_numbers_of_random_modules_are_rounded_powers_of_all_modules(resnet):
+    asked = job(resnet, ["gradcam"], [ClassTarget(4)])
+    ((reading,),) = evaluate(resnet, noise(0, 64), asked, [metric("randomisation", stages=4)])[1]
+    count = len(stack(resnet.info))
+
+    assert count == 41
+    assert reading.curves[0].x == pytest.approx([0, 1 / 41, 3 / 41, 12 / 41, 1])  # 41 to the 0, 1/3, 2/3 and 1
+
+
 @pytest.mark.parametrize("modules", [1, 5, 1000])
 def test_randomised_pass_is_the_pass_of_a_model_with_those_weights(resnet, modules):
     how = Randomised(modules, seed=4)
