@@ -444,6 +444,12 @@ def test_similarity_target_costs_one_more_row(resnet):
     assert asked.rows == sum(rows for _, rows in batches) == 3
 
 
+def test_embedding_is_the_input_of_the_last_linear_layer(plant):
+    tail = nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 5)  # both have an output for each class
+    model = plant(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), *tail))
+    assert model.info.embedding == "5"
+
+
 def test_model_without_a_final_linear_layer_has_no_embedding(plant):
     model = plant(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()))
     assert model.info.embedding == ""
