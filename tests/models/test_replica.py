@@ -124,6 +124,19 @@ def test_random_weights_in_the_replica_leave_the_models_copy_alone(both):
     assert lanes == [0, 0, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize(("threads", "halves"), [(1, [1, 1]), (2, [1, 1]), (3, [2, 1]), (8, [4, 4])])
+def test_two_batches_at_once_use_every_thread(threads, halves, monkeypatch):
+    local, used = InProcessWorker(Setup("cpu", threads, partitioned=True)), []
+    local._models["it"] = local._replicas["it"] = None
+    monkeypatch.setattr(local, "_set_threads", used.append)
+    for lane in local._lanes:
+        lane.run = lambda _pass, _rows: []
+    for half in (0, 1, None):
+        local.run(Pass("it", "cam", (64, 64)), [], half)
+
+    assert used == [*halves, threads]
+
+
 def with_closure():
     model = Toy()
     convolution = model.conv
