@@ -312,6 +312,16 @@ def test_verdict_of_a_saliency_map_names_its_problem(plant, method, weight, verd
     assert finding.verdict is verdict
 
 
+def test_product_of_maps_has_a_zero_gradient_if_one_of_them_has(plant):
+    model = plain(plant(lambda: Toy(lambda net, seen: net.relu(net.layer(seen)))))
+    nn.init.zeros_(model.module.conv.weight)
+    nn.init.ones_(model.module.conv.bias)
+    methods = ["guided_gradcam", "guided_backprop", "gradcam"]
+    product, pixels, layer = explain(model, noise(0, 16), job(model, methods, [ClassTarget(1)], ["layer"])).explanations
+    assert product.verdict is pixels.verdict is Verdict.ZERO_GRADIENT
+    assert layer.verdict is not Verdict.ZERO_GRADIENT
+
+
 def test_map_with_the_same_value_everywhere_is_called_flat(plant):
     model = plant(PlantedMaps)
     nn.init.zeros_(model.module.conv.weight)
