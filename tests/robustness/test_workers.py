@@ -296,6 +296,19 @@ def test_model_that_raises_when_loaded_again_is_lost_and_others_can_be_loaded(tm
         process.close()
 
 
+def test_dropped_model_is_not_loaded_again_by_the_next_process(worker):
+    process, _, info = worker
+    dropped = process.load("dropped", parse(f"dropped=worker_nets:tiny{SIZE}"))
+    process.drop("dropped")
+    before = process.process_id
+    os.kill(before, signal.SIGKILL)
+    wait_until(lambda: process.process_id not in (None, before))
+
+    assert len(process.run(*batch_of(info))) == 3
+    with pytest.raises(Unavailable, match="the model dropped was lost"):
+        process.run(*batch_of(dropped))
+
+
 def test_lost_model_is_listed_as_failed_and_unhealthy_if_it_was_the_last(tmp_path):
     (tmp_path / "worker_nets.py").write_text(NETS.replace("manual_seed(0)", "manual_seed(os.getpid())"))
     other = ("--model", "efficientnet_lite0")
