@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     for line in results.report():
         show(line)
     show(f"\n{results} in {clock(time.monotonic() - began)}{', stopped before the end' if ran.interrupted else ''}")
-    if options.record:
+    if options.record and not ran.interrupted:
         parts.record_seconds(options.root, options.choice, results.seconds)
     return INTERRUPTED if ran.interrupted else int(bool(results.failures))
 
