@@ -1,6 +1,7 @@
 """Models that answer with more than logits of classes: pixels, boxes, embeddings, numbers."""
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +12,15 @@ from torch.nn import functional
 from torchvision import models as zoo
 
 from camserve_server import models, targets
-from camserve_server.core.errors import ConfigError, FailedPrecondition
+from camserve_server.core.errors import ConfigError, FailedPrecondition, InvalidArgument
+from camserve_server.core.limits import Limits
 from camserve_server.engine import normalise
 from camserve_server.engine.values import Row
-from camserve_server.imaging.values import Box, View
+from camserve_server.imaging.values import Box, Rendering, View
 from camserve_server.models.hooks import hook_count
 from camserve_server.models.outputs import Outputs
+from camserve_server.serving.photos import prepare_photo
+from camserve_server.serving.requests import ExplainRequest
 from camserve_server.targets import objects_of
 from camserve_server.targets.values import (
     ClassTarget,
@@ -28,6 +32,7 @@ from camserve_server.targets.values import (
 )
 from coloured import Colours, Finder, Pooled, painted
 from methods.tools import Toy, call, doubled, error_ratio, exact, explain, inputs, job, noise, run
+from support import jpeg
 
 EXACT = 1e-5
 
@@ -316,6 +321,25 @@ def test_copy_without_the_object_has_no_gradient(finder):
 def test_missing_object_is_refused(finder, target, words):
     with pytest.raises(FailedPrecondition, match=words):
         run(finder, [Row(painted(red=(8, 8, 16)), target)], kind="score")
+
+
+@pytest.mark.parametrize(
+    ("shape", "box", "accepted"),
+    [
+        ((64, 96), Box(70, 20, 90, 40), True),  # to the right of a square as high as the input
+        ((64, 96), Box(10, 50, 20, 60), False),  # below the 32 rows in the middle
+        ((96, 64), Box(20, 70, 40, 90), True),
+        ((96, 64), Box(50, 10, 60, 20), False),
+    ],
+)
+def test_box_is_refused_if_an_oblong_input_does_not_show_it(finder, shape, box, accepted):
+    size = tuple(32 if side == 64 else side for side in shape)
+    info = replace(finder.info, preprocess=replace(finder.info.preprocess, size=size, resize=64))
+    asked = replace(job(finder, ["gradcam"], [DetectionTarget(1, box)]), model=info)
+    request = ExplainRequest(asked, Rendering(), 0, jpeg(np.zeros((*shape, 3), np.uint8)))
+    refusal = pytest.raises(InvalidArgument, match="outside of what the model sees")
+    with nullcontext() if accepted else refusal:
+        list(prepare_photo(request, Limits()))
 
 
 def test_image_without_objects_is_refused_with_a_reason(finder):
