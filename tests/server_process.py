@@ -18,11 +18,11 @@ TEST_VARIABLES = (
     "MALLOC_TRIM_THRESHOLD_",
 )  # set by servers in this process
 REPORTS = {
-    "gRPC": re.compile(r'\bgRPC(?: address=|", "address": ")([^\s"]+)'),
+    "gRPC": re.compile(r'\b(?:gRPC(?: address=|", "address": ")|serving port=)([^\s"]+)'),
     "HTTP": re.compile(r'\bHTTP(?: address=|", "address": ")([^\s"]+)'),
     "metrics": re.compile(r'\bmetrics(?: address=|", "address": ").*?\bport(?:=|": )(\d+)'),
 }
-"""What a server logs, as text or JSON, once a port is open."""
+"""What a server logs, as text or JSON, once a port is open. Of gRPC, servers of 0.2.0 log the port when they serve."""
 SERVING = re.compile(r' serving port=|"message": "serving"')
 ALL_SERVE = re.compile(r"\bevery process serves\b")
 
@@ -54,7 +54,8 @@ class ServerProcess:
     @property
     def address(self):
         """Address of gRPC, once the port is open."""
-        return self._reported("gRPC")
+        reported = self._reported("gRPC")
+        return f"127.0.0.1:{reported}" if reported.isdecimal() else reported
 
     @property
     def port(self):
