@@ -13,7 +13,7 @@ import sys
 sys.path.insert(0, {tests!r})
 import leftovers, pytest
 leftovers.SECONDS = 0  # so that the test does not take them
-sys.exit(pytest.main(["-p", "process_guard", "-p", "no:cacheprovider", "-q", "-s", *sys.argv[1:]]))
+sys.exit(pytest.main(["-p", "process_guard", "-p", "no:cacheprovider", "-q", "-s", "-rN", *sys.argv[1:]]))
 """
 STARTS = f"""
 import subprocess, sys
