@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import functools
 import gc
 import io
 import threading
@@ -19,6 +20,7 @@ import torch
 from PIL import Image
 
 import needs
+from camserve_server import models
 from camserve_server.api import grpc_server
 from camserve_server.app import server
 from camserve_server.core import config
@@ -144,6 +146,12 @@ def serving(**settings):
     finally:
         loop.call_soon_threadsafe(stop.requested.set)
         thread.join(60)
+
+
+@functools.lru_cache(maxsize=8)  # tests that share a model are next to each other
+def loaded(spec):
+    """Return the model of a spec. Tests share it, so they must not change it."""
+    return models.load(models.parse(spec))
 
 
 def give_back_memory():
