@@ -199,7 +199,9 @@ def test_report_ends_with_the_failures_and_the_counts(project):
     assert shown.count("    3  a tool is not installed: apt-get install tool\n") == 1
 
 
-@pytest.mark.parametrize(("choice", "count"), [("fast", 1), ("slow", 1), ("all", 2)])
+@pytest.mark.parametrize(
+    ("choice", "count"), [("fast", 1), ("slow", 1), pytest.param("all", 2, marks=pytest.mark.slow)]
+)
 def test_choice_of_tests_follows_the_marker(choice, count, project):
     source = "import pytest\n\ndef test_a(): pass\n\n@pytest.mark.slow\ndef test_b(): pass\n"
     code, shown = run(project(a=source), choice)
@@ -262,7 +264,7 @@ def test_error_of_pytest_itself_fails_and_is_shown(project):
     assert "a broken conftest" in shown
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_interrupted_run_stops_its_tests_and_reports_the_rest(number, project):
     root = project(hanging=HANGING)
     with start(root, "fast") as process:
@@ -290,6 +292,7 @@ def test_tests_end_if_the_program_that_runs_them_is_killed(project, monkeypatch)
     assert not (root / "later").exists()
 
 
+@pytest.mark.slow
 def test_seed_shuffles_a_file_and_prepares_its_fixtures_once(project):
     root, orders = project(counted=COUNTED), []
     for seed in ("5", "5", "6"):
@@ -323,7 +326,7 @@ def test_record_lists_the_files_that_take_a_second(tmp_path):
 FILES = [
     f"tests/{room}/test_{name}.py" for room in ("api", "core", "e2e", "robustness", "simulated") for name in "abcd"
 ]
-TIMES = dict.fromkeys(FILES, 40.0) | {"tests/core/test_a.py": 200.0}
+TIMES = dict.fromkeys(FILES, 30.0) | {"tests/core/test_a.py": 200.0}
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
@@ -373,6 +376,7 @@ def flaky(root, *arguments):
     return run(root, *arguments, program="find_flaky")
 
 
+@pytest.mark.slow
 def test_flaky_test_is_reported_with_its_runs_and_its_output(project):
     root = project(flaky=EVERY_SECOND, good="def test_good(): pass", bad="def test_bad(): assert False")
     code, shown = flaky(root, "--runs", "4", "--busy", "0", "--seed", "7")
@@ -385,6 +389,7 @@ def test_flaky_test_is_reported_with_its_runs_and_its_output(project):
     assert re.search(r"run 2, SEED=8:\n_+ \S+test_fails_in_every_second_run \(call\) _+\n.*?assert", shown, re.DOTALL)
 
 
+@pytest.mark.slow
 def test_runs_have_one_core_beside_a_busy_program(project):
     root = project(busy=BUSY)
     code, shown = flaky(root, "--runs", "1", "--busy", "1", "--cores", "1")
@@ -395,6 +400,7 @@ def test_runs_have_one_core_beside_a_busy_program(project):
     wait_until(lambda: not is_running(int((root / "found").read_text().split()[0])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_busy_programs_end_however_the_run_ends(number, project, monkeypatch):
     root = project(busy=f"{BUSY}    threading.Event().wait()\n")

@@ -14,8 +14,8 @@ SECONDS = "tools/suite/seconds.json"
 CHOICES = {"fast": "not slow and not search", "slow": "slow and not search", "all": "not search"}
 """Expressions that choose tests by their markers."""
 
-PART_SECONDS = 75  # of a part, if there are fewer than MOST_PARTS
-MOST_PARTS = 16  # the start of each takes seconds, to import torch
+PART_SECONDS = 100  # of a part, if there are fewer than MOST_PARTS
+MOST_PARTS = 6  # the start of each takes 13 s of processor time: it imports torch and what the tests compare with
 DEFAULT_SECONDS = 0.3  # of a file that is not listed in SECONDS
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
