@@ -34,9 +34,15 @@ from simulated.device import RECORD, Simulated, register
 from support import wait_until
 
 RESNET = "timm:test_resnet?weights=none&size=64"
-VIT = "timm:test_vit?weights=none&size=64"
-SEGMENTER = "torchvision:lraspp_mobilenet_v3_large?weights=none&size=96"
-DETECTOR = "torchvision:ssdlite320_mobilenet_v3_large?weights=none"
+VIT = "vit=simulated.nets:vit?size=64"
+SEGMENTERS = {
+    "toy": "colours=coloured:Colours?size=64",
+    "lraspp": "torchvision:lraspp_mobilenet_v3_large?weights=none&size=96",
+}
+DETECTORS = {
+    "toy": "finder=coloured:Finder?size=64",
+    "ssdlite": "torchvision:ssdlite320_mobilenet_v3_large?weights=none&size=128",
+}
 FEW = {"samples": 4, "steps": 4, "scales": 2, "top_channels": 6, "window": 0.5, "stride": 0.5, "k": 0.5}
 """Parameters with which a method takes few rows and has a non-zero map on a grid of 2x2."""
 CLASSIFYING = [name for name in METHODS if not METHODS[name].tasks]
@@ -137,13 +143,15 @@ def test_target_of_a_classifier_gives_the_maps_of_the_cpu(pair, target, name):
 
 
 @pytest.mark.parametrize("wanted", ["rank", "box", "class"])
-def test_segmentation_gives_the_maps_of_the_cpu(pair, wanted):
-    cpu, gpu = pair(SEGMENTER)
-    image = noise(3, 96)
+@pytest.mark.parametrize("name", ["toy", pytest.param("lraspp", marks=pytest.mark.slow)])
+def test_segmentation_gives_the_maps_of_the_cpu(pair, name, wanted):
+    cpu, gpu = pair(SEGMENTERS[name])
+    size = cpu.info.preprocess.size
+    image = noise(3, size[0])
     largest = explain(cpu, image, job(cpu, ["gradcam"], [RankTarget(0)])).explanations[0].target
     target = {
         "rank": RankTarget(0),
-        "box": SegmentTarget(1, whole((96, 96))),
+        "box": SegmentTarget(1, whole(size)),
         "class": SegmentTarget(largest.index),
     }[wanted]
 
@@ -154,10 +162,11 @@ def test_segmentation_gives_the_maps_of_the_cpu(pair, wanted):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_detection_gives_the_maps_of_the_cpu(pair):
-    cpu, gpu = pair(DETECTOR)
+@pytest.mark.parametrize("name", ["toy", pytest.param("ssdlite", marks=pytest.mark.slow)])
+def test_detection_gives_the_maps_of_the_cpu(pair, name):
+    cpu, gpu = pair(DETECTORS[name])
     image = noise(4, cpu.info.preprocess.size[0])
-    target = DetectionTarget(0, whole(cpu.info.preprocess.size), found=True)
+    target = DetectionTarget(1, whole(cpu.info.preprocess.size), found=True)
 
     def finding(model):
         return explain(model, image, job(model, ["gradcam"], [target])).explanations[0]
@@ -236,15 +245,16 @@ def test_layer_inspection_equals_that_of_the_cpu(pair, kind):
 
 @pytest.mark.parametrize("name", COMPUTED)
 def test_batch_of_many_rows_waits_no_more_often_than_one_of_few_and_leaves_nothing(pair, name):
-    """The rows of two images, and of four, in one batch; of every kind of batch that the method has."""
-    _, gpu = pair(model_for(name))
-    each = [batches_of(gpu, noise(seed, 64), name, ClassTarget(3)) for seed in range(4)]
+    """The rows of one image, and of two, in one batch; of every kind of batch that the method has."""
+    cpu, gpu = pair(model_for(name))
+    batches_of(gpu, noise(0, 64), name, ClassTarget(3))  # constants are uploaded once
+    each = [batches_of(cpu, noise(seed, 64), name, ClassTarget(3)) for seed in range(2)]
     engine = Engine({gpu.info.name: gpu})
     with without_collector():
         before = RECORD.bytes_alive
         for same in zip(*each, strict=False):
             waits = []
-            for count in (2, 4):
+            for count in (1, 2):
                 rows = [row for _, some in same[:count] for row in some]
                 RECORD.clear()
                 assert len(engine.run(same[0][0], rows)) == len(rows)
