@@ -79,26 +79,21 @@ browser: .browser/.done  ## install Chromium and axe-core, with which the page i
 demo: setup  ## start the server, explain a photo of a cat, write the overlay to out/
 	$(BIN)/python examples/demo.py
 
-RUN_TESTS = $(BIN)/python -m tools.run_tests $(if $(COVERAGE),--coverage) $(if $(SEED),--seed $(SEED))
-# The bound on coverage is for all tests. So `test` has none, and `test-slow` adds to what `test` measured before it.
-ERASE = $(if $(COVERAGE),$(BIN)/python -m coverage erase)
-REPORT = $(if $(COVERAGE),$(BIN)/python -m coverage combine -q --append && $(BIN)/python -m coverage report)
+RUN_TESTS = $(BIN)/python -m tools.run_tests $(if $(SEED),--seed $(SEED))
+COVERAGE_PY = $(BIN)/python -m coverage
 
-test: setup node $(TRITON_VENV)/.done  ## run all tests except the slow ones; COVERAGE=1 measures coverage, SEED=N shuffles
-	$(ERASE)
+test: setup node  ## run all tests except the slow ones; SEED=N shuffles
 	$(RUN_TESTS) fast
-	$(REPORT) $(if $(COVERAGE),--fail-under=0)
 
-test-slow: setup browser docs  ## run the slow tests: pages, packaging, compatibility, long searches
+test-slow: setup browser docs $(TRITON_VENV)/.done  ## run the slow tests: pages, packaging, compatibility, long searches
 	$(RUN_TESTS) slow
-	$(REPORT)
 
-test-all: setup node browser docs $(TRITON_VENV)/.done  ## run all tests
-	$(ERASE)
-	$(RUN_TESTS) all
-	$(REPORT)
+test-all: setup node browser docs $(TRITON_VENV)/.done  ## run all tests; COVERAGE=1 checks that they cover enough
+	$(if $(COVERAGE),$(COVERAGE_PY) erase)
+	$(RUN_TESTS) all $(if $(COVERAGE),--coverage)
+	$(if $(COVERAGE),$(COVERAGE_PY) combine -q && $(COVERAGE_PY) report)
 
-test-flaky: setup node $(TRITON_VENV)/.done  ## run `make test` N=3 times, shuffled, beside BUSY=2 programs; CORES=1, SEED=N
+test-flaky: setup node  ## run `make test` N=3 times, shuffled, beside BUSY=2 programs; CORES=1, SEED=N
 	$(BIN)/python -m tools.find_flaky --runs $(N) --busy $(BUSY) $(if $(CORES),--cores $(CORES)) $(if $(SEED),--seed $(SEED))
 
 test-simulated: setup  ## run the tests on a simulated GPU

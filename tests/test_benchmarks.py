@@ -84,7 +84,8 @@ def test_every_stage_exists_in_the_service(where):
     assert callable(functools.reduce(getattr, names, module))
 
 
-def test_neighbours_benchmark_measures_a_callers_latency():
+def test_neighbours_benchmark_measures_a_callers_latency(monkeypatch):
+    monkeypatch.setattr(neighbours, "STRETCHES", 1)
     part = neighbours.measure(TINY, say=quietly)
 
     beside, refused = part.tables
