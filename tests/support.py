@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib.util
 import io
 import threading
 import time
@@ -14,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import skimage
-import sklearn
 import torch
 from PIL import Image
 
@@ -32,8 +31,13 @@ GPU = pytest.param(
 )
 """Parameter for tests that also run on a GPU, if there is one."""
 
-SKIMAGE = Path(skimage.__file__).parent / "data"
-SKLEARN = Path(sklearn.__file__).parent / "datasets" / "images"
+def folder_of(package):
+    """Return the folder of a package, without importing it: scikit-learn takes seconds."""
+    return Path(importlib.util.find_spec(package).origin).parent
+
+
+SKIMAGE = folder_of("skimage") / "data"
+SKLEARN = folder_of("sklearn") / "datasets" / "images"
 
 PHOTOS = {
     "chelsea": SKIMAGE / "chelsea.png",

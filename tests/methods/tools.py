@@ -7,8 +7,7 @@ from dataclasses import replace
 import cv2
 import numpy as np
 import torch
-from skimage import data
-from sklearn.datasets import load_sample_image
+from PIL import Image
 from torch import nn
 
 from camserve_server import jobs
@@ -19,6 +18,7 @@ from camserve_server.methods.values import MethodCall
 from camserve_server.models import LoadedModel
 from camserve_server.models.values import Pass
 from camserve_server.targets.values import ClassTarget
+from support import PHOTOS
 
 CAMS = ("gradcam", "hirescam", "layercam")
 
@@ -74,7 +74,7 @@ def noise(seed, size):
 
 def photo(name, side=224):
     """The middle square of a photo, uint8 [side,side,3]."""
-    result = load_sample_image(f"{name}.jpg") if name in ("china", "flower") else getattr(data, name)()
+    result = np.asarray(Image.open(PHOTOS[name]))
     square = min(result.shape[:2])
     top, left = ((length - square) // 2 for length in result.shape[:2])
     return cv2.resize(result[top : top + square, left : left + square], (side, side), interpolation=cv2.INTER_AREA)
