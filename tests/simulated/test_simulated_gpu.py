@@ -1,6 +1,5 @@
 """Every pass, method, target, view and metric on a simulated GPU: the CPU's results, few waits, no kept graph."""
 
-import asyncio
 import gc
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +28,7 @@ from camserve_server.targets.values import (
     SegmentTarget,
     SimilarityTarget,
 )
-from methods.tools import call, error_ratio, exact, explain, job, noise, plain
+from methods.tools import call, error_ratio, exact, explain, job, noise, plain, result_of
 from simulated.device import RECORD, Simulated, register
 from support import wait_until
 
@@ -43,7 +42,7 @@ DETECTORS = {
     "toy": "finder=coloured:Finder?size=64",
     "ssdlite": "torchvision:ssdlite320_mobilenet_v3_large?weights=none&size=128",
 }
-FEW = {"samples": 4, "steps": 4, "scales": 2, "top_channels": 6, "window": 0.5, "stride": 0.5, "k": 0.5}
+FEW = {"samples": 3, "steps": 3, "scales": 2, "top_channels": 4, "window": 0.5, "stride": 0.5, "k": 0.5}
 """Parameters with which a method takes few rows and has a non-zero map on a grid of 2x2."""
 CLASSIFYING = [name for name in METHODS if not METHODS[name].tasks]
 """Methods of classifiers. The rows of drise are those of rise on the GPU; it reads their objects on the host."""
@@ -69,7 +68,7 @@ def batches_of(model, image, name, target):
         for place, result in enumerate(Engine({model.info.name: model}).run(pass_, rows)):
             collect(place, result)
 
-    asyncio.run(jobs.explain(job(model, [quick(name)], [target]), image, submit))
+    result_of(jobs.explain(job(model, [quick(name)], [target]), image, submit))
     return batches
 
 
@@ -107,7 +106,7 @@ def test_method_gives_the_maps_of_the_cpu(pair, name):
         check_equal(result, answer, cpu)
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("precision", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_half_precision_gives_the_map_of_the_cpu_in_the_same_precision(pair, precision):
     cpu, gpu = pair(f"{RESNET}&precision={precision}")
     result, expected, truth = (
@@ -131,7 +130,9 @@ def test_half_precision_gives_the_map_of_the_cpu_in_the_same_precision(pair, pre
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["gradcam", "saliency", "occlusion"])
+@pytest.mark.parametrize(
+    "name", ["gradcam", *(pytest.param(each, marks=pytest.mark.slow) for each in ("saliency", "occlusion"))]
+)
 def test_target_of_a_classifier_gives_the_maps_of_the_cpu(pair, target, name):
     cpu, gpu = pair(RESNET)
 
@@ -205,7 +206,7 @@ def test_metric_gives_the_readings_of_the_cpu(pair, name):
                 collect(place, result)
 
         asked = jobs.EvaluationJob(job(model, ["gradcam"], [ClassTarget(3)]), (metric,), Box(8, 8, 40, 40))
-        _, ((reading,),) = asyncio.run(jobs.evaluate(asked, noise(6, 64), Box(0, 0, 64, 64), submit))
+        _, ((reading,),) = result_of(jobs.evaluate(asked, noise(6, 64), Box(0, 0, 64, 64), submit))
         return np.array([reading.value, *np.ravel([curve.y for curve in reading.curves])], np.float64)
 
     assert readings(plain(gpu)) == pytest.approx(readings(plain(cpu)), rel=1e-4, abs=1e-5)
