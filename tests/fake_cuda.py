@@ -55,6 +55,9 @@ int cuGetProcAddress_v2(const char *name, void **found, int version, unsigned lo
 }
 """
 
+NAME = "libcuda.so.1"
+"""The name in the library, too: by it, the dynamic linker finds a library that the process has already loaded."""
+
 
 @dataclass
 class Driver:
@@ -62,11 +65,16 @@ class Driver:
 
     Attributes:
         folder: the folder of the library and its log.
-        environment: variables with which a process loads the library.
+        environment: variables of the library, with which a new process also loads it.
     """
 
     folder: Path
     environment: dict[str, str]
+
+    @property
+    def load(self):
+        """A statement that loads the library: for a forked process, which reads no LD_LIBRARY_PATH."""
+        return f"import ctypes; ctypes.CDLL({str(self.folder / NAME)!r})"
 
     def go(self):
         """Allow the start, in all processes."""
@@ -86,7 +94,7 @@ def compile_driver(folder, version=99_000):
         pytest.skip(needs.COMPILER)
     source = folder / "driver.c"
     source.write_text(SOURCE)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libcuda.so.1", source], check=True)
+    subprocess.run([compiler, "-shared", "-fPIC", f"-Wl,-soname,{NAME}", "-o", folder / NAME, source], check=True)
     fakes = {"LOG": folder / "log", "GATE": folder / "gate", "VERSION": version}
     environment = {f"FAKE_CUDA_{name}": str(value) for name, value in fakes.items()}
     return Driver(folder, environment | {"LD_LIBRARY_PATH": str(folder)})

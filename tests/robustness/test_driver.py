@@ -13,12 +13,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import fake_cuda
+import fork_server as forked_programs
 from camserve_server.api import grpc_server
 from camserve_server.models import parse
 from camserve_server.workers import Setup, Worker, fork_server
 from camserve_server.workers import worker as worker_module
 from camserve_server.workers.messages import Heartbeat
 from camserve_server.workers.replies import serialize
+from robustness.forking import running_fork_server
 from server_process import server_process
 from support import TINY, wait_until
 
@@ -63,21 +65,23 @@ def test_worker_lives_and_is_not_ready_while_its_driver_starts(driver, folder, m
     for name, value in driver.environment.items():
         monkeypatch.setenv(name, value)
     setup = Setup("cuda:0", 1, path=(str(folder), *sys.path), log_level="error")
-    with ThreadPoolExecutor(1) as pool, worker(setup) as started:
-        loading = pool.submit(started.load, "tiny", parse(MODEL))
-        (child,) = wait_until(lambda: driver.processes("starts"))
-        before = len(messages)
-        wait_until(lambda: len(messages) >= before + 4 or ended)
+    with running_fork_server(driver.load) as forks, ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(fork_server, "_fork_servers", [forks])
+        with worker(setup) as started:
+            loading = pool.submit(started.load, "tiny", parse(MODEL))
+            (child,) = wait_until(lambda: driver.processes("starts"))
+            before = len(messages)
+            wait_until(lambda: len(messages) >= before + 4 or ended)
 
-        assert not ended
-        assert all(isinstance(message, Heartbeat) and not message.ready for message in messages)
-        assert not loading.done()
-        driver.go()
-        wait_until(lambda: ended)  # the driver has reported that there is no GPU
-        assert driver.processes("started")[child] == 1
-        assert ended[0] == "a worker process ended: the worker could not use its device: exit 69"
-        assert not any(isinstance(message, Heartbeat) and message.ready for message in messages)
-    assert loading.exception()
+            assert not ended
+            assert all(isinstance(message, Heartbeat) and not message.ready for message in messages)
+            assert not loading.done()
+            driver.go()
+            wait_until(lambda: ended)  # the driver has reported that there is no GPU
+            assert driver.processes("started")[child] == 1
+            assert ended[0] == "a worker process ended: the worker could not use its device: exit 69"
+            assert not any(isinstance(message, Heartbeat) and message.ready for message in messages)
+        assert loading.exception()
 
 
 def test_worker_that_sends_heartbeats_but_is_never_ready_is_ended(monkeypatch, ended, messages):
@@ -124,9 +128,11 @@ def test_worker_that_sends_heartbeats_but_is_never_ready_is_ended(monkeypatch, e
 
 
 @contextlib.contextmanager
-def served(folder, driver, *arguments):
+def served(folder, driver, *arguments, forked=True):
     """Start a server with a driver, which may not get ready; yield it."""
-    settings = {"ready": False, "cwd": folder, "environment": driver.environment}
+    settings = {"ready": False, "forked": forked, "cwd": folder, "environment": driver.environment}
+    if forked:
+        settings["program"] = f"{driver.load}\n{forked_programs.SERVER}"
     with server_process((MODEL,), *arguments, **settings) as server:
         yield server
 
@@ -138,9 +144,16 @@ def serves(server, name=""):
         return health_pb2_grpc.HealthStub(channel).Check(request).status == SERVING
 
 
-@pytest.mark.parametrize("isolation", ["process", pytest.param("thread", marks=pytest.mark.slow)])
-def test_server_lives_while_a_driver_starts_and_then_serves_from_the_cpu(folder, driver, isolation):
-    with served(folder, driver, "--isolation", isolation) as server:
+@pytest.mark.parametrize(
+    ("isolation", "forked"),
+    [
+        ("process", True),
+        pytest.param("process", False, marks=pytest.mark.slow),  # no import starts the driver either
+        pytest.param("thread", True, marks=pytest.mark.slow),
+    ],
+)
+def test_server_lives_while_a_driver_starts_and_then_serves_from_the_cpu(folder, driver, isolation, forked):
+    with served(folder, driver, "--isolation", isolation, forked=forked) as server:
         wait_until(lambda: serves(server, grpc_server.LIVE))
         wait_until(lambda: driver.processes("starts"))
         assert serves(server, grpc_server.LIVE)

@@ -82,6 +82,7 @@ def fatal():
     os.abort()
 '''
 IMAGE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+ENOUGH = 8  # answers, while a version serves: two of each caller
 LONG = bool(os.environ.get("CAMSERVE_LONG"))  # takes half a minute more
 DRAIN_SECONDS = 1  # real timeout: a load that the test holds up outlasts it
 
@@ -179,7 +180,7 @@ class Callers:
     def __enter__(self):
         for thread in self._threads:
             thread.start()
-        self.wait_for_answers(20)
+        self.wait_for_answers(ENOUGH)
         return self
 
     def __exit__(self, *_):
@@ -252,7 +253,7 @@ def test_reload_fails_no_call_and_no_answer_mixes_two_versions(folder):
                 model = client.load_model("tiny")
                 assert (model.version, model.state) == (version, "READY")
                 digests.append(model.digest)
-                callers.wait_for_answers(20)
+                callers.wait_for_answers(ENOUGH)
         check_versions(callers.scores, digests)
 
 
@@ -273,7 +274,7 @@ def test_mixed_versions_are_detected(folder, monkeypatch):
         info = await load(self, spec.name, spec)
         stats = self.batcher.stats
         if rows := stats.rows:
-            await wait_in_loop_until(lambda: stats.rows > rows + 20)  # meanwhile the old version should answer
+            await wait_in_loop_until(lambda: stats.rows > rows + ENOUGH)  # meanwhile the old version should answer
         return info
 
     async def keep(*_):
@@ -296,7 +297,7 @@ def test_failed_reload_leaves_the_old_version_in_service(folder):
                 message = "model tiny could not be loaded again: version 1 goes on answering; the server's log says why"
                 with pytest.raises(camserve.FailedPrecondition, match=f"^{message} "):
                     client.load_model("tiny", weights=weights)
-                callers.wait_for_answers(20)
+                callers.wait_for_answers(ENOUGH)
         assert list(callers.scores) == [before.digest]
         assert client.model() == before
 
@@ -518,9 +519,9 @@ def test_commands_load_unload_and_show_model_states(folder):
 
 
 @pytest.mark.usefixtures("forked")
-def test_concurrent_loads_and_explanations_return_only_documented_codes(folder):
-    """Each of 8 threads has 20 turns, or 100 with CAMSERVE_LONG."""
-    times = 100 if LONG else 20
+@pytest.mark.parametrize("times", [4, pytest.param(100 if LONG else 20, marks=pytest.mark.slow)])
+def test_concurrent_loads_and_explanations_return_only_documented_codes(folder, times):
+    """Each of 8 threads has these turns: with CAMSERVE_LONG, 100."""
 
     def work(number):
         with client_of(running) as client:
