@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 from torch import nn
-from torchvision.models import ConvNeXt, SwinTransformer, VisionTransformer, resnet18
+from torchvision.models import ConvNeXt, SwinTransformer, VisionTransformer
 from torchvision.models.convnext import CNBlockConfig
 
 from camserve_server import models
@@ -28,15 +28,17 @@ from methods.tools import CAMS, Toy, call, error_ratio, exact, gap, inputs, nois
 TINY = "vit_tiny_patch16_224"
 
 FOLDED = {
-    "efficientnet_lite0": 49,  # all of them: timm's batch norms include their activation
-    "torchvision:resnet18": 20,
+    "timm:test_efficientnet": 13,  # all of them: timm's batch norms include their activation
+    "timm:test_resnet": 15,
     "torchvision:mobilenet_v3_small": 34,
+    "efficientnet_lite0": 49,
     "torchvision:densenet121": 59,  # of 121: the others come after a concatenation
 }
+FAST = ("timm:test_efficientnet", "timm:test_resnet", "torchvision:mobilenet_v3_small")
 
 
 @pytest.fixture(
-    scope="module", params=[*list(FOLDED)[:3], pytest.param("torchvision:densenet121", marks=pytest.mark.slow)]
+    scope="module", params=[*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in FOLDED if name not in FAST)]
 )
 def zoo(request):
     return models.load(parse(f"{request.param}?size=64&weights=none"))
@@ -184,6 +186,9 @@ def small_swin():
     return SwinTransformer([4, 4], 24, depths=[2, 2], num_heads=[2, 2], window_size=[4, 4], num_classes=5)
 
 
+small_resnet = partial(timm.create_model, "test_resnet")
+
+
 def small_convnext():
     return ConvNeXt([CNBlockConfig(24, 48, 1), CNBlockConfig(48, None, 2)], num_classes=5)
 
@@ -194,7 +199,7 @@ def small_convnext():
         small_vit,
         small_swin,
         small_convnext,
-        resnet18,
+        small_resnet,
         pytest.param(partial(timm.create_model, TINY, img_size=64), marks=pytest.mark.slow),
     ],
 )
@@ -228,7 +233,7 @@ def test_float32_results_without_batch_norms_are_the_same(make, plant):
 
 
 def test_earlier_layers_run_under_autocast():
-    half = models.load(parse("torchvision:resnet18?size=64&weights=none&precision=bfloat16"))
+    half = models.load(parse("timm:test_resnet?size=64&weights=none&precision=bfloat16"))
     for actual, expected in zip(answers(half, "layer3"), answers(plain(half), "layer3"), strict=True):
         np.testing.assert_array_equal(actual, expected)
     assert max(map(gap, answers(half), answers(plain(half)))) > 0
@@ -253,7 +258,8 @@ def test_model_without_half_precision_runs_by_autocast_and_is_logged(middle, rea
     assert reason in caplog.text
 
 
-@pytest.mark.parametrize("name", ["coffee", pytest.param("chelsea", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["coffee", "chelsea"])
 def test_bfloat16_maps_of_photos_resemble_float32_maps(name, lite0, photos):
     """Measured for Grad-CAM, the smallest of three photos: 0.9986."""
     half = models.load(parse("efficientnet_lite0?precision=bfloat16"))
@@ -334,7 +340,7 @@ def test_only_attention_after_the_layer_is_replaced(plant):
 # --- the switch ---
 
 
-SWITCHED_OFF = ("resnet18", resnet18), ("convnext", small_convnext), ("vit", small_vit)
+SWITCHED_OFF = ("resnet", small_resnet), ("convnext", small_convnext), ("vit", small_vit)
 KINDS = {"cam": CAMS, "curvature": ("shapleycam",), "score": (), "saliency": ("saliency",)}
 
 
@@ -412,7 +418,7 @@ def test_without_acceleration_results_equal_the_plain_module(unaccelerated):
 def test_without_acceleration_half_precision_is_autocast(plant):
     created = []
     model = plant(
-        lambda: created.append(resnet18()) or created[0],
+        lambda: created.append(small_resnet()) or created[0],
         size=64,
         weights="none",
         precision="bfloat16",
@@ -430,15 +436,15 @@ def test_without_acceleration_no_memory_layout_is_timed(monkeypatch, caplog):
     monkeypatch.setattr(FakeGpu, "measure", lambda *_: pytest.fail("timed"))
     caplog.set_level(logging.INFO)
     with fake_gpu():
-        model = models.load(parse("torchvision:resnet18?weights=none&size=64&accelerate=false"))
+        model = models.load(parse("timm:test_resnet?weights=none&size=64&accelerate=false"))
 
     assert not model.info.channels_last
-    assert "model resnet18 runs without acceleration (accelerate=false)" in caplog.text
+    assert "model test_resnet runs without acceleration (accelerate=false)" in caplog.text
     assert "could not be timed" not in caplog.text
 
 
 def test_copies_of_a_model_without_acceleration_have_none():
-    model = models.load(parse("torchvision:resnet18?weights=none&size=64&accelerate=false"))
+    model = models.load(parse("timm:test_resnet?weights=none&size=64&accelerate=false"))
     for other in (model.copy_to("cpu"), model.replica()):
         assert other.accelerated is None
         assert not other.info.channels_last

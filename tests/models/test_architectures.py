@@ -246,19 +246,21 @@ def test_trial_run_finds_axes_of_equal_length():
 # --- architectures ---
 
 NOT_SQUARE = {
-    "vit_tiny_patch16_224": ("tokens", (6, 4), 1),
-    "vit_tiny_patch16_dinov3_qkvb": ("tokens", (6, 4), 5),
+    "test_vit": ("tokens", (6, 4), 1),
     "test_vit4": ("tokens", (6, 4), None),
+    "test_resnet": ("nchw", (3, 2), 0),
+    "vit_tiny_patch16_dinov3_qkvb": ("tokens", (6, 4), 5),
     "swin_tiny_patch4_window7_224": ("nhwc", (3, 2), 0),
-    "resnet10t": ("nchw", (3, 2), 0),
     "mixer_s16_224": ("tokens", (6, 4), 0),
 }
 
 
-@pytest.mark.parametrize("arch", NOT_SQUARE)
+@pytest.mark.parametrize(
+    "arch", [pytest.param(each, marks=() if each.startswith("test_") else pytest.mark.slow) for each in NOT_SQUARE]
+)
 def test_image_that_is_not_square_has_its_grid(arch):
     axes, grid, prefix = NOT_SQUARE[arch]
-    options = {} if arch == "resnet10t" else {"img_size": (96, 64)}
+    options = {} if arch == "test_resnet" else {"img_size": (96, 64)}
     torch.manual_seed(0)
     model = timm.create_model(arch, **options).eval().requires_grad_(requires_grad=False)
     randomise_zeros(model)
@@ -267,14 +269,23 @@ def test_image_that_is_not_square_has_its_grid(arch):
     assert layout == Layout(axes, *grid, model.num_prefix_tokens if prefix is None else prefix)
 
 
+def small_swin():
+    return torchvision.models.SwinTransformer([4, 4], 24, [2, 2], [2, 2], [4, 4], num_classes=10)
+
+
 EVERY_LAYER = [
-    ("torchvision:resnet18", 64),
-    pytest.param("torchvision:densenet121", 64, marks=pytest.mark.slow),
-    ("torchvision:mobilenet_v3_small", 64),
-    ("torchvision:swin_t", 64),
-    ("timm:vit_tiny_patch16_224", 64),
-    pytest.param("torchvision:vit_b_16", 64, marks=pytest.mark.slow),
-    pytest.param("torchvision:maxvit_t", 224, marks=pytest.mark.slow),
+    "timm:test_resnet",
+    "timm:test_vit",
+    "models.test_architectures:small_swin",
+    *(
+        pytest.param(arch, marks=pytest.mark.slow)
+        for arch in (
+            "torchvision:mobilenet_v3_small",
+            "torchvision:densenet121",
+            "torchvision:swin_t",
+            "timm:test_maxvit",
+        )
+    ),
 ]
 
 
@@ -304,12 +315,12 @@ def everywhere(model, image, names):
         yield architectures.formula(own[name].detach(), gradient, layout)
 
 
-@pytest.mark.parametrize(("arch", "size"), EVERY_LAYER)
-def test_gradcam_at_every_explainable_layer_equals_autograd(arch, size):
-    model = models.load(parse(f"{arch}?weights=none&size={size}"))
+@pytest.mark.parametrize("arch", EVERY_LAYER)
+def test_gradcam_at_every_explainable_layer_equals_autograd(arch):
+    model = models.load(parse(f"{arch}?weights=none&size=64"))
     names = [name for name, layer in model.info.layers.items() if layer.layout]
     assert len(names) > 50
-    picture = noise(0, size)
+    picture = noise(0, 64)
     (result,) = run(model, [Row(picture, ClassTarget(7), (call("gradcam"),))], names)
     plain, truth = (everywhere(variant, inputs(variant, picture), names) for variant in (model, exact(model)))
     actual = (maps[0] for maps in result.maps)
@@ -331,18 +342,15 @@ ROWS = architectures.existing_rows()
 
 
 FAMILIES = """
-torchvision:squeezenet1_1 timm:convnext_atto timm:mixer_s32_224 timm:pvt_v2_b0
+timm:convnext_atto timm:mixer_s32_224 timm:pvt_v2_b0 torchvision:shufflenet_v2_x0_5 timm:edgenext_xx_small
+timm:levit_128s timm:mambaout_femto timm:mobilevit_xxs timm:vit_tiny_patch16_dinov3_qkvb timm:crossvit_tiny_240
+timm:efficientvit_m1 timm:nf_regnet_b0 timm:starnet_s050 timm:vit_tiny_r_s16_p8_224 timm:xcit_nano_12_p16_224
 """.split()  # noqa: SIM905 -- a list would be many lines
-MORE_FAMILIES = """
-torchvision:shufflenet_v2_x0_5 timm:edgenext_xx_small timm:levit_128s timm:mambaout_femto timm:mobilevit_xxs
-timm:vit_tiny_patch16_dinov3_qkvb
-torchvision:mnasnet0_5 timm:cait_xxs24_224 timm:crossvit_tiny_240 timm:deit_tiny_distilled_patch16_224 timm:dla46_c
-timm:efficientvit_m1 timm:gcvit_xxtiny timm:ghostnet_050 timm:nf_regnet_b0 timm:regnetx_002 timm:resnest14d
-timm:starnet_s050 timm:vit_tiny_r_s16_p8_224 timm:vit_wee_patch16_reg1_gap_256 timm:xcit_nano_12_p16_224
-""".split()  # noqa: SIM905 -- the same
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(spec, marks=pytest.mark.slow) for spec in MORE_FAMILIES)])
+@pytest.mark.parametrize(
+    "name", ["torchvision:squeezenet1_1", *(pytest.param(spec, marks=pytest.mark.slow) for spec in FAMILIES)]
+)
 def test_default_explanation_equals_autograd_and_the_documented_row(name):
     """`examine` fails for a map that is zero or differs from autograd's."""
     explanation = architectures.examine(name)
@@ -367,7 +375,7 @@ def test_script_detects_a_wrong_map_and_a_zero_map(monkeypatch):
     for fault, message in ((lambda *a: right(*a) * 1.00002, "deviates by 2"), (lambda *a: right(*a) * 0, "is zero")):
         monkeypatch.setattr(architectures, "oracle", fault)
         with pytest.raises(ArithmeticError, match=message):
-            architectures.examine("timm:resnet10t")
+            architectures.examine("timm:test_resnet")
 
 
 TRANSFORMERS = (

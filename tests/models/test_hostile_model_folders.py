@@ -15,22 +15,23 @@ import needs
 from camserve_server import models
 from camserve_server.core.errors import ConfigError
 from camserve_server.models import parse
+from models.lazy_folders import Folders, slow_except
 
 hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
 
 from docs.generate import small_transformers  # noqa: E402 -- after the check for transformers
 
 KINDS = ("detr", "d_fine", "yolos", "segformer", "upernet", "mask2former")
+FAST = ("detr", "yolos", "segformer", "mask2former")
 WITH_BACKBONE = ("detr", "upernet", "mask2former")
 
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    root = tmp_path_factory.mktemp("originals")
-    return {name: small_transformers.save(name, root) for name in KINDS}
+    return Folders(small_transformers.save, tmp_path_factory.mktemp("originals"))
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=slow_except(FAST, KINDS))
 def folder(request, originals, tmp_path):
     """Return a copy of a folder of each kind, for tests that change it."""
     return shutil.copytree(originals[request.param], tmp_path / request.param)
@@ -106,7 +107,7 @@ def test_pickle_is_never_read(folder, monkeypatch):
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("kind", WITH_BACKBONE)
+@pytest.mark.parametrize("kind", slow_except(FAST, WITH_BACKBONE))
 @pytest.mark.parametrize("options", ["", "?weights=none"])
 @pytest.mark.parametrize("backbone", ["owner/name", "hf-hub:owner/name", "local-dir:/elsewhere", "../elsewhere"])
 def test_backbone_elsewhere_is_refused_without_a_connection(kind, options, backbone, originals, tmp_path, offline):
@@ -118,7 +119,7 @@ def test_backbone_elsewhere_is_refused_without_a_connection(kind, options, backb
     assert not offline
 
 
-@pytest.mark.parametrize("kind", WITH_BACKBONE)
+@pytest.mark.parametrize("kind", slow_except(FAST, WITH_BACKBONE))
 def test_backbone_by_name_alone_is_not_looked_for(kind, originals, tmp_path, offline):
     """transformers would ask the Hub whether it has a repository of that name."""
     folder = shutil.copytree(originals[kind], tmp_path / kind)

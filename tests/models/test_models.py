@@ -283,7 +283,7 @@ def test_option_size_scales_the_crop(tiny):
 
 
 def test_option_size_reaches_timms_transformers():
-    model = models.load(parse("timm:vit_tiny_patch16_224?weights=none&size=96"))
+    model = models.load(parse("timm:test_vit?weights=none&size=96"))
     assert model.info.preprocess.size == (96, 96)
     assert model.info.layers[model.info.default_layer].layout == Layout("tokens", 6, 6, 1)
 
@@ -432,22 +432,15 @@ def test_model_that_changes_its_input_in_place_can_be_explained(plant):
 @pytest.mark.parametrize(
     ("text", "layer", "layout"),
     [
-        ("torchvision:resnet18?weights=none&size=64", "layer4", Layout("nchw", 2, 2)),
+        ("timm:test_resnet?weights=none&size=64", "layer4", Layout("nchw", 2, 2)),
+        ("timm:test_vit?weights=none&size=64", "blocks.5.norm1", Layout("tokens", 4, 4, 1)),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in (
                 ("torchvision:densenet121?weights=none&size=64", "features", Layout("nchw", 2, 2)),
-                ("timm:swin_tiny_patch4_window7_224?weights=none", "norm", Layout("nhwc", 7, 7)),
+                ("torchvision:swin_t?weights=none&size=64", "norm", Layout("nhwc", 2, 2)),
+                ("timm:vit_tiny_patch16_dinov3_qkvb?weights=none&classes=5", None, Layout("tokens", 16, 16, 5)),
             )
-        ),
-        ("torchvision:swin_t?weights=none&size=64", "norm", Layout("nhwc", 2, 2)),
-        ("timm:vit_tiny_patch16_224?weights=none", "blocks.11.norm1", Layout("tokens", 14, 14, 1)),
-        ("timm:vit_tiny_patch16_dinov3_qkvb?weights=none&classes=5", None, Layout("tokens", 16, 16, 5)),
-        pytest.param(
-            "torchvision:vit_b_16?weights=none&size=64",
-            "encoder.layers.encoder_layer_11.ln_1",
-            Layout("tokens", 4, 4, 1),
-            marks=pytest.mark.slow,  # tests/engine/test_capture.py asserts the layer too
         ),
     ],
 )
@@ -494,7 +487,9 @@ def test_model_that_detaches_its_scores_is_refused_with_a_reason(plant):
         plant(lambda: Toy(lambda _net, seen: seen.detach()))
 
 
-@pytest.mark.parametrize("arch", ["lraspp_mobilenet_v3_large", "ssdlite320_mobilenet_v3_large"])
+@pytest.mark.parametrize(
+    "arch", ["lraspp_mobilenet_v3_large", pytest.param("ssdlite320_mobilenet_v3_large", marks=pytest.mark.slow)]
+)
 def test_random_weights_fetch_nothing_for_a_backbone(arch, monkeypatch):
     fetch_arrays = []
 

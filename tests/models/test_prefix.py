@@ -98,8 +98,12 @@ def token_counts(model):
     ("make", "names"),
     [
         (vision_transformer, {"self_attention", "ln_2", "mlp", "encoder.ln"}),
-        (partial(of_timm, "vit_tiny_patch16_224"), {"attn.proj", "norm2", "mlp", "norm"}),
-        (partial(of_timm, "deit_tiny_distilled_patch16_224"), {"attn.proj", "norm2", "mlp", "norm"}),
+        (partial(of_timm, "test_vit"), {"attn.proj", "norm2", "mlp", "norm"}),
+        pytest.param(
+            partial(of_timm, "deit_tiny_distilled_patch16_224"),
+            {"attn.proj", "norm2", "mlp", "norm"},
+            marks=pytest.mark.slow,
+        ),
         (Tokens, {"attention", "mlp"}),
     ],
 )
@@ -125,7 +129,7 @@ def test_only_the_class_token_goes_through_the_last_block(plant):
 @pytest.mark.parametrize(
     "make",
     [
-        partial(of_timm, "vit_tiny_patch16_224", global_pool="avg"),
+        partial(of_timm, "test_vit", global_pool="avg"),
         partial(Tokens, answer=lambda tokens: tokens.mean(1)),
         partial(Tokens, answer=lambda tokens: tokens[:, 0] + 1e-6 * tokens[:, 1:].mean(1)),
         partial(Tokens, lambda net, tokens: tokens + net.mixing(net.mlp(tokens).mT).mT),

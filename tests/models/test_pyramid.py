@@ -11,7 +11,6 @@ from benchmarks.pyramid import measure, toy
 from torch import nn
 from torch.nn import functional
 
-from camserve_server import models
 from camserve_server.engine.values import Row
 from camserve_server.jobs import Job, LayerMaps, RawMap
 from camserve_server.jobs.fuse import JOINT, fuse_layers, pyramid
@@ -20,13 +19,14 @@ from camserve_server.models.values import PYRAMID
 from camserve_server.targets.values import RankTarget
 from coloured import Colours, Finder
 from methods.tools import FACTOR, FLOOR, call, error_ratio, exact, explain, gap, inputs, noise, run
+from support import loaded
 
 CAMS = ("gradcam", "hirescam", "layercam", "gradcam_plus_plus")
 
 
 @pytest.fixture(scope="module")
 def ssdlite():
-    return models.load(models.parse("torchvision:ssdlite320_mobilenet_v3_large?weights=none&size=128"))
+    return loaded("torchvision:ssdlite320_mobilenet_v3_large?weights=none&size=128")
 
 
 @pytest.fixture(params=["fpn", "pan", "mixed"])
@@ -49,6 +49,7 @@ def scales_of(model):
 # ------------------------------------------------------------------------------------------------------ finding scales
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "keys"),
     [
@@ -58,7 +59,7 @@ def scales_of(model):
     ],
 )
 def test_scales_of_a_detector_are_the_maps_that_its_heads_read(name, size, keys):
-    model = models.load(models.parse(f"torchvision:{name}?weights=none&classes=3&size={size}"))
+    model = loaded(f"torchvision:{name}?weights=none&size={size}")
     outputs, hooks = {}, []
     for layer in model.info.pyramid:
         keep = partial(lambda _module, _args, output, layer: outputs.update({layer: output}), layer=layer)
@@ -240,7 +241,9 @@ def check_sum(model, method, image):
     assert (found.layer, found.fusion) == (PYRAMID, "sum")
 
 
-@pytest.mark.parametrize("method", FORMULAS)
+@pytest.mark.parametrize(
+    "method", ["gradcam", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hirescam", "layercam"))]
+)
 def test_map_of_a_pyramid_equals_autograds_sum_of_densities(ssdlite, method):
     check_sum(ssdlite, method, noise(2, 128))
 

@@ -17,12 +17,12 @@ from camserve_server.workers import InProcessWorker, Setup
 from methods.tools import CAMS, Toy, call, noise, run
 
 MODELS = (
-    "efficientnet_lite0?weights=none",
-    "torchvision:googlenet?weights=none",
-    "timm:vit_tiny_patch16_224?weights=none&precision=bfloat16",
-    pytest.param("torchvision:resnet18?weights=none&precision=bfloat16", marks=pytest.mark.slow),
-    pytest.param("timm:swin_tiny_patch4_window7_224?weights=none&size=64", marks=pytest.mark.slow),
-    pytest.param("timm:convnext_atto?weights=none", marks=pytest.mark.slow),
+    "timm:test_efficientnet?weights=none",
+    "timm:test_vit?weights=none&precision=bfloat16",
+    pytest.param("efficientnet_lite0?weights=none", marks=pytest.mark.slow),
+    pytest.param("torchvision:googlenet?weights=none", marks=pytest.mark.slow),
+    pytest.param("timm:test_resnet?weights=none&precision=bfloat16", marks=pytest.mark.slow),
+    pytest.param("timm:test_convnext?weights=none", marks=pytest.mark.slow),
 )
 CALLS = {
     "cam": tuple(map(call, CAMS)),

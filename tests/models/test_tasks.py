@@ -32,7 +32,7 @@ from camserve_server.targets.values import (
 )
 from coloured import Colours, Finder, Pooled, painted
 from methods.tools import Toy, call, doubled, error_ratio, exact, explain, inputs, job, noise, run
-from support import jpeg
+from support import jpeg, loaded
 
 EXACT = 1e-5
 
@@ -87,7 +87,7 @@ def colours(plant):
 
 @pytest.fixture(scope="module")
 def lraspp():
-    return models.load(models.parse("torchvision:lraspp_mobilenet_v3_large?weights=none&size=64"))
+    return loaded("torchvision:lraspp_mobilenet_v3_large?weights=none&size=64")
 
 
 def test_segmentation_is_detected_and_its_default_layer_precedes_the_classes(colours, lraspp):
@@ -116,9 +116,11 @@ def test_segmentation_predictions_are_sorted_by_area(colours):
 
 
 @pytest.mark.parametrize("box", [None, Box(20, 10, 41.5, 50)])
-@pytest.mark.parametrize("name", ["lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large"])
+@pytest.mark.parametrize(
+    "name", ["lraspp_mobilenet_v3_large", pytest.param("deeplabv3_mobilenet_v3_large", marks=pytest.mark.slow)]
+)
 def test_map_of_a_segment_equals_autograd(name, box):
-    model = models.load(models.parse(f"torchvision:{name}?weights=none&size=64"))
+    model = loaded(f"torchvision:{name}?weights=none&size=64")
     image = noise(1, 64)
     logits = model.module(inputs(model, image))["out"][0]
     index = int(logits.argmax(0).flatten().mode().values)
@@ -186,7 +188,7 @@ def finder(plant):
 
 @pytest.fixture(scope="module")
 def ssdlite():
-    return models.load(models.parse("torchvision:ssdlite320_mobilenet_v3_large?weights=none&size=128"))
+    return loaded("torchvision:ssdlite320_mobilenet_v3_large?weights=none&size=128")
 
 
 SQUARES = {"red": (4, 36, 24), "green": (40, 4, 16)}
@@ -199,9 +201,11 @@ def test_detector_is_detected_and_its_default_layer_feeds_every_scale(finder, ss
     assert ssdlite.info.label(17) == "cat"
 
 
-@pytest.mark.parametrize("name", ["fasterrcnn_mobilenet_v3_large_320_fpn", "fcos_resnet50_fpn"])
+@pytest.mark.parametrize(
+    "name", ["fasterrcnn_mobilenet_v3_large_320_fpn", pytest.param("fcos_resnet50_fpn", marks=pytest.mark.slow)]
+)
 def test_default_layer_of_a_detector_is_not_in_its_pyramid(name):
-    info = models.load(models.parse(f"torchvision:{name}?weights=none&size=64")).info
+    info = loaded(f"torchvision:{name}?weights=none&size=64").info
     assert (info.task, info.classes) == ("detect", 91)
     assert info.default_layer.startswith("backbone.body.")
 
@@ -237,15 +241,12 @@ DETECTORS = {
     "ssdlite320_mobilenet_v3_large": {},
     "fasterrcnn_mobilenet_v3_large_320_fpn": {"box_score_thresh": 0.0},
     "retinanet_resnet50_fpn": {"score_thresh": 0.0},
-    "fcos_resnet50_fpn": {"score_thresh": 0.0},
 }
 
 
-SLOW = ("retinanet_resnet50_fpn", "fcos_resnet50_fpn")
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in DETECTORS]
+    "name",
+    ["ssdlite320_mobilenet_v3_large", *(pytest.param(each, marks=pytest.mark.slow) for each in [*DETECTORS][1:])],
 )
 def test_map_of_a_detection_equals_autograd(plant, name):
     """The oracle is torchvision's detector, that resizes and normalises by itself."""
@@ -417,13 +418,16 @@ def compared(model, first, second, method="gradcam", layers=None):
     return explain(model, first, job(model, [method], [SimilarityTarget(image=second)], layers)).explanations[0]
 
 
+HEADLESS = "timm:test_resnet?weights=none&classes=0&size=64"
+
+
 def test_model_without_a_head_returns_an_embedding():
-    info = models.load(models.parse("timm:resnet18?weights=none&classes=0&size=64")).info
-    assert (info.task, info.classes, info.embedding, info.labels) == ("embed", 512, "", ())
+    info = loaded(HEADLESS).info
+    assert (info.task, info.classes, info.embedding, info.labels) == ("embed", 96, "", ())
 
 
 def test_similarity_map_equals_autograd_for_a_model_without_a_head():
-    model = models.load(models.parse("timm:resnet18?weights=none&classes=0&size=64"))
+    model = loaded(HEADLESS)
     first, second = noise(4, 64), noise(5, 64)
 
     def cosine(model):

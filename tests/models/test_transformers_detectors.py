@@ -2,8 +2,9 @@
 
 import io
 import itertools
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from camserve_server.models.grid import to_grid
 from camserve_server.models.values import Pass
 from camserve_server.targets.values import DetectionTarget, RankTarget
 from methods.tools import call, error_ratio
+from models.lazy_folders import Folders, slow_except
 from support import PHOTOS, serving
 
 hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
@@ -34,6 +36,8 @@ from camserve_server.models.huggingface import heads  # noqa: E402
 SIMILAR = ("table_transformer", "dab_detr", "lw_detr")
 """Families of the same code as others here. The script of the table of architectures explains them."""
 FAMILIES = tuple(name for name in small_transformers.DETECTORS if name not in SIMILAR)
+FAST = ("detr", "rt_detr", "yolos")
+"""Families whose outputs and grids differ most: softmax or sigmoid, one scale or several, convolutions or tokens."""
 DIFFERENT = ("detr", "deformable_detr", "rt_detr", "d_fine", "yolos")
 QUERIES = small_transformers.QUERIES
 
@@ -41,8 +45,7 @@ QUERIES = small_transformers.QUERIES
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Return a folder of each family, by name."""
-    root = tmp_path_factory.mktemp("detectors")
-    return {name: small_transformers.save(name, root) for name in FAMILIES}
+    return Folders(small_transformers.save, tmp_path_factory.mktemp("detectors"))
 
 
 @pytest.fixture(scope="module")
@@ -95,15 +98,25 @@ def objects_by_transformers(folder, pixels):
 
 @pytest.fixture(scope="module")
 def served(folders):
-    with serving(models=tuple(f"hf:{folder}" for folder in folders.values()), device="cpu") as running:
-        yield running.address
+    """Return a function that returns the address of a server with a family, which it starts once."""
+    with ExitStack() as running:
+
+        @cache
+        def address(family):
+            return running.enter_context(serving(models=(f"hf:{folders[family]}",), device="cpu")).address
+
+        yield address
 
 
-@pytest.mark.parametrize(("family", "name"), list(zip(FAMILIES, itertools.cycle(["chelsea", "rocket"]), strict=False)))
-def test_predictions_are_all_objects_that_transformers_returns(family, name, folders, served):
+PHOTO_OF = dict(zip(FAMILIES, itertools.cycle(["chelsea", "rocket"]), strict=False))
+
+
+@pytest.mark.parametrize("family", slow_except(FAST, FAMILIES))
+def test_predictions_are_all_objects_that_transformers_returns(family, folders, served):
+    name = PHOTO_OF[family]
     pixels = photo(name)
     expected = objects_by_transformers(folders[family], pixels)
-    with camserve.Client(served) as client:
+    with camserve.Client(served(family)) as client:
         result = client.explain(PHOTOS[name], model=family, top_k=1, overlay="png")
         predictions = client.explain(PHOTOS[name], model=family, max_predictions=100).predictions
 
@@ -124,7 +137,7 @@ def test_predictions_are_all_objects_that_transformers_returns(family, name, fol
 EDGES = ("left", "top", "right", "bottom")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_except(FAST, FAMILIES))
 def test_map_of_the_most_certain_object_equals_that_of_autograd(family, folders, loaded):
     model, pixels = loaded(family), photo("coffee", portrait=True)
     image = fitted(model, pixels)
@@ -190,7 +203,7 @@ def leaves(output):
     return torch.utils._pytree.tree_leaves(output)
 
 
-@pytest.mark.parametrize("family", DIFFERENT)
+@pytest.mark.parametrize("family", slow_except(FAST, DIFFERENT))
 def test_batch_neighbours_never_change_a_detectors_answer(family, loaded):
     model = loaded(family)
     pictures = [fitted(model, photo(name)) for name in ("chelsea", "coffee", "flower")]
@@ -206,11 +219,11 @@ def test_batch_neighbours_never_change_a_detectors_answer(family, loaded):
     assert len({row.maps[0][0].tobytes() for row in together}) == len(pictures)
 
 
-@pytest.mark.parametrize("family", ["detr", "deformable_detr", "yolos"])
+@pytest.mark.parametrize("family", slow_except(FAST, ["detr", "deformable_detr", "yolos"]))
 def test_photos_of_other_proportions_at_the_same_time_get_their_own_grids(family, served):
     shapes = [photo(name, portrait) for name in ("chelsea", "rocket") for portrait in (False, True)]
     files = [png(pixels) for pixels in shapes]
-    with camserve.Client(served) as client:
+    with camserve.Client(served(family)) as client:
         alone = [client.explain(file, model=family, heatmap=True) for file in files]
         together = list(client.explain_many([*files, *reversed(files)], model=family, heatmap=True))
 
@@ -264,7 +277,7 @@ def iou(boxes, box):
     return shared / ((right - left) * (bottom - top) + (box.right - box.left) * (box.bottom - box.top) - shared)
 
 
-@pytest.mark.parametrize("family", DIFFERENT)
+@pytest.mark.parametrize("family", slow_except(FAST, DIFFERENT))
 def test_layers_of_queries_have_no_grid(family, loaded):
     """Their tokens stand for objects, so that a map of them would not lie over the image."""
     layers = loaded(family).info.layers
@@ -322,7 +335,7 @@ def probabilities_of_a_query(output, name):
     return output.logits[0].softmax(-1)[:, :-1] if name in {"detr", "yolos"} else output.logits[0].sigmoid()
 
 
-@pytest.mark.parametrize("family", DIFFERENT)
+@pytest.mark.parametrize("family", slow_except(FAST, DIFFERENT))
 def test_contrast_is_the_difference_of_an_objects_scores_in_two_classes(family, folders, loaded):
     model = loaded(family)
     image = fitted(model, photo("chelsea"))
@@ -354,7 +367,7 @@ def contrast_by_hand(folder, model, family, classes, image):
 
 @pytest.mark.parametrize("family", ["detr", "rt_detr"])
 def test_contrast_of_objects_names_both_classes_and_replays(family, served):
-    with camserve.Client(served) as client:
+    with camserve.Client(served(family)) as client:
         (first,) = client.explain(PHOTOS["chelsea"], model=family, max_predictions=1).predictions
         why_not = next(label for label in small_transformers.LABELS.values() if label != first.label)
         asked = {"model": family, "targets": [camserve.contrast(first.label, why_not)]}

@@ -1,6 +1,8 @@
 """Segmentation models of transformers: the maps of classes and the instances of transformers itself, and exact maps."""
 
 import itertools
+from contextlib import ExitStack
+from functools import cache
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from camserve_server.models import parse
 from camserve_server.models.values import Pass
 from camserve_server.targets.values import RankTarget, SegmentTarget
 from methods.tools import call, error_ratio
+from models.lazy_folders import Folders, slow_except
 from support import PHOTOS, serving
 
 hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
@@ -29,13 +32,14 @@ PLAIN = tuple(name for name in small_transformers.SEGMENTERS if name not in SIMI
 UNIVERSAL = tuple(small_transformers.UNIVERSAL)
 FAMILIES = (*PLAIN, *UNIVERSAL)
 BLUE_FIRST = ("mobilevit",)
+FAST = ("segformer", "mobilevit", "mask2former")
+"""One family of each kind: of plain logits, of those that take blue first, and of queries."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Return a folder of each family, by name."""
-    root = tmp_path_factory.mktemp("segmenters")
-    return {name: small_transformers.save(name, root) for name in FAMILIES}
+    return Folders(small_transformers.save, tmp_path_factory.mktemp("segmenters"))
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +57,15 @@ def loaded(folders):
 
 @pytest.fixture(scope="module")
 def served(folders):
-    specs = [f"hf:{folder}" for folder in folders.values()]
-    instances = [f"{name}_instances=hf:{folders[name]}?task=detect" for name in UNIVERSAL]
-    with serving(models=(*specs, *instances), device="cpu") as running:
-        yield running.address
+    """Return a function that returns the address of a server with the model of a spec, which it starts once."""
+    with ExitStack() as running:
+
+        @cache
+        def address(family, options=""):
+            spec = f"hf:{folders[family]}{options}"
+            return running.enter_context(serving(models=(spec,), device="cpu")).address
+
+        yield address
 
 
 def photo(name):
@@ -81,10 +90,14 @@ def class_map_of_transformers(family, folder, pixels):
     return processor.post_process_semantic_segmentation(output)[0].numpy()
 
 
-@pytest.mark.parametrize(("family", "name"), list(zip(FAMILIES, itertools.cycle(["chelsea", "rocket"]), strict=False)))
-def test_class_of_each_pixel_is_that_of_transformers(family, name, folders, served):
+PHOTO_OF = dict(zip(FAMILIES, itertools.cycle(["chelsea", "rocket"]), strict=False))
+
+
+@pytest.mark.parametrize("family", slow_except(FAST, FAMILIES))
+def test_class_of_each_pixel_is_that_of_transformers(family, folders, served):
+    name = PHOTO_OF[family]
     expected = class_map_of_transformers(family, folders[family], photo(name))
-    with camserve.Client(served) as client:
+    with camserve.Client(served(family)) as client:
         result = client.explain(PHOTOS[name], model=family, class_map=True, overlay="png")
 
     assert result.class_map.shape == expected.shape
@@ -98,7 +111,11 @@ def test_class_of_each_pixel_is_that_of_transformers(family, name, folders, serv
 
 
 @pytest.mark.parametrize(
-    ("family", "against"), [*((family, None) for family in FAMILIES), ("segformer", 1), ("maskformer", 2)]
+    ("family", "against"),
+    [
+        pytest.param(family, against, marks=() if family in FAST else pytest.mark.slow)
+        for family, against in [*((family, None) for family in FAMILIES), ("segformer", 1), ("maskformer", 2)]
+    ],
 )
 def test_map_of_the_largest_class_equals_that_of_autograd(family, against, folders, loaded):
     model = loaded(family)
@@ -148,13 +165,13 @@ def gradcam_by_hand(family, folder, layer, image, target):
     return (gradients.mean((2, 3), keepdim=True) * captured[-1].detach()).sum(1)[0]
 
 
-@pytest.mark.parametrize("family", UNIVERSAL)
-@pytest.mark.parametrize("name", ["chelsea", "rocket"])
+@pytest.mark.parametrize("family", slow_except(FAST, UNIVERSAL))
+@pytest.mark.parametrize("name", slow_except(["chelsea"], ["chelsea", "rocket"]))
 def test_instances_are_those_of_transformers_with_boxes_around_their_masks(family, name, folders, served):
     processor, output = output_of_transformers(family, folders[family], photo(name))
     (expected,) = processor.post_process_instance_segmentation(output, threshold=0, return_binary_maps=True)
-    with camserve.Client(served) as client:
-        result = client.explain(PHOTOS[name], model=f"{family}_instances", max_predictions=100, overlay="png")
+    with camserve.Client(served(family, "?task=detect")) as client:
+        result = client.explain(PHOTOS[name], model=family, max_predictions=100, overlay="png")
 
     found = {(p.class_index, round(p.score, 4)): p.box for p in result.predictions}
     info = [(segment["label_id"], round(segment["score"], 4)) for segment in expected["segments_info"]]
@@ -174,10 +191,10 @@ def test_instances_are_those_of_transformers_with_boxes_around_their_masks(famil
     assert result.explanations[0].overlay
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_except(FAST, FAMILIES))
 def test_region_and_class_name_a_segment_of_any_family(family, served):
     box = camserve.Box(100, 50, 220, 160)
-    with camserve.Client(served) as client:
+    with camserve.Client(served(family)) as client:
         whole, part = client.explain(
             PHOTOS["chelsea"], model=family, methods=["hirescam"], heatmap=True,
             targets=[camserve.segment("thing 1", camserve.Box(0, 0, 451, 300)), camserve.segment("thing 1", box)],
@@ -188,7 +205,7 @@ def test_region_and_class_name_a_segment_of_any_family(family, served):
 
 @pytest.mark.parametrize("family", ["segformer", "mask2former"])
 def test_contrast_names_both_classes_and_replays(family, served):
-    with camserve.Client(served) as client:
+    with camserve.Client(served(family)) as client:
         predictions = client.explain(PHOTOS["chelsea"], model=family, max_predictions=5).predictions
         why, why_not = predictions[0].label, f"thing {(predictions[0].class_index + 1) % 5}"
         (explanation,) = client.explain(
@@ -202,12 +219,13 @@ def test_contrast_names_both_classes_and_replays(family, served):
 
 def test_probability_of_a_query_based_class_is_its_share_of_all_scores(folders, served):
     """The logarithm of a score serves as logit, so that the softmax of the classes gives their shares."""
-    processor, output = output_of_transformers("maskformer", folders["maskformer"], photo("chelsea"))
+    family = "mask2former"
+    processor, output = output_of_transformers(family, folders[family], photo("chelsea"))
     (part,) = processor.post_process_semantic_segmentation(output, return_segmentation_scores=True)
     shares = part.segmentation_scores / part.segmentation_scores.sum(0)
     winner = part.segmentation.flatten().bincount().argmax()
-    with camserve.Client(served) as client:
-        first = client.explain(PHOTOS["chelsea"], model="maskformer").predictions[0]
+    with camserve.Client(served(family)) as client:
+        first = client.explain(PHOTOS["chelsea"], model=family).predictions[0]
 
     assert first.class_index == winner
     assert first.probability == pytest.approx(float(shares[winner][part.segmentation == winner].mean()), abs=1e-3)
