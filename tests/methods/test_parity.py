@@ -5,50 +5,49 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from methods.parity import MODELS, Case, captured, subjects
+from methods.parity import SMALL, Case, captured, subjects
 from methods.parity.cams import grad_cam
 from methods.parity.catalogue import CASES
 from methods.tools import gap
 
-FAST = ("resnet18, biases drawn", "efficientnet_lite0", "vit_b_16")
-"""Models that are loaded fast, the fastest first; the last one is for the methods of attention."""
+ON_SMALL = ("resnet18, biases drawn", "efficientnet_lite0")
+"""Models of which a small one takes the place in fast tests; attention has such tests in `engine/test_attention.py`."""
+
+
+def needs_channels(case):
+    """Return True if a map is empty or nearly so on the few channels of the small model, so that oracles disagree."""
+    return case.method in ("fullgrad", "refinecam") or "three layers" in case.oracle
 
 
 def fast():
-    """Return one case for each method and oracle, without oracles of another formula."""
-    result = {}
-    for case in CASES:
-        if case.model in FAST and case.least is None:
-            key = case.method, case.oracle
-            result[key] = min(result.get(key, case), case, key=lambda each: FAST.index(each.model))
-    return list(result.values())
+    """Return one case for each method and oracle, on the small model if possible; none with another formula.
 
-
-QUICK = fast()
+    On the small model FEM has too few channels, and `test_stated_formulas.py` has it.
+    """
+    known = sorted((case for case in CASES if case.least is None and case.method != "fem"), key=lambda case: case.model == ON_SMALL[0])
+    cases = {(case.method, case.oracle): case for case in known if case.model in ON_SMALL}.values()
+    cases = [replace(case, photos=1, model=case.model if needs_channels(case) else SMALL) for case in cases]
+    return sorted(cases, key=lambda case: case.model)
 
 
 def cases(*, alike):
     """Return the cases whose oracle computes another formula, or those whose oracle computes the same."""
-    chosen = (case for case in CASES if (case.least is not None) == alike)
-    return [pytest.param(case, id=str(case), marks=() if case in QUICK else pytest.mark.slow) for case in chosen]
+    return [case for case in CASES if (case.least is not None) == alike]
 
 
-@pytest.mark.parametrize("case", cases(alike=False))
-def test_map_is_as_exact_as_plain_float32(case):
-    """On the first photo of the model."""
-    assert replace(case, photos=1).distances().ratio <= 1
-
-
-SEVERAL = [case for case in CASES if case.least is None and min(case.photos, len(MODELS[case.model][2])) > 1]
+@pytest.mark.parametrize("case", fast(), ids=str)
+def test_map_of_a_small_model_is_as_exact_as_plain_float32(case):
+    assert case.distances().ratio <= 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SEVERAL, ids=str)
+@pytest.mark.parametrize("case", cases(alike=False), ids=str)
 def test_map_is_as_exact_as_plain_float32_on_every_photo(case):
     assert case.distances().ratio <= 1
 
 
-@pytest.mark.parametrize("case", cases(alike=True))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases(alike=True), ids=str)
 def test_map_correlates_with_an_oracle_of_another_formula(case):
     assert case.likeness() >= case.least
 
@@ -59,6 +58,7 @@ def test_no_case_is_listed_twice():
 
 GRAD_CAM = Case("gradcam", "efficientnet_lite0", "GradCAM", grad_cam("GradCAM"))
 """A case to plant faults in."""
+FAULTY = [pytest.param(SMALL, id="small"), pytest.param(GRAD_CAM.model, id="lite0", marks=pytest.mark.slow)]
 
 
 def mirrored(subject):
@@ -66,7 +66,7 @@ def mirrored(subject):
 
 
 def one_weight_wrong(subject):
-    """Grad-CAM with one of 1,280 weights wrong by a hundredth, that of the channel which adds most to the map."""
+    """Grad-CAM with the weight wrong by a hundredth of the channel that adds most to the map."""
     activations, gradients = captured(subject)
     weights = gradients.mean((1, 2))
     weights[np.abs(weights * activations.max((1, 2))).argmax()] *= 1.01
@@ -80,7 +80,8 @@ def ten_times_worse(subject):
     return truth - 10 * (plain - truth)
 
 
+@pytest.mark.parametrize("model", FAULTY)
 @pytest.mark.parametrize("fault", [mirrored, one_weight_wrong, ten_times_worse])
-def test_parity_rule_detects_a_planted_fault(fault):
-    case = replace(GRAD_CAM, ours=fault)
+def test_parity_rule_detects_a_planted_fault(fault, model):
+    case = replace(GRAD_CAM, model=model, ours=fault)
     assert case.on(subjects(case.model)[0]).ratio > 1
