@@ -2,8 +2,8 @@
 
 import copy
 
+import timm
 import torch
-from torchvision.models import resnet18
 
 from camserve_server.models.hooks import hook_count
 from camserve_server.models.source import IMAGENET_MEAN, IMAGENET_STD
@@ -12,7 +12,7 @@ from camserve_server.models.source import IMAGENET_MEAN, IMAGENET_STD
 def trained():
     """Return a network in the middle of its training: one layer frozen, one in evaluation mode."""
     torch.manual_seed(0)
-    module = resnet18(num_classes=5)
+    module = timm.create_model("test_resnet", num_classes=5)
     module.layer1.requires_grad_(requires_grad=False)
     module.layer2.eval()
     return module

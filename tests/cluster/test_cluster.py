@@ -28,7 +28,7 @@ from camserve_server.core import config, devices
 from camserve_server.core.errors import ConfigError
 from support import PHOTOS, StoppedClock
 
-MODEL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
+MODEL = "small=timm:test_resnet?weights=none&size=64"
 SETTINGS = {"models": (MODEL,), "isolation": "thread", "device": "cpu", "threads": 1, "log_level": "warning"}
 
 
@@ -443,6 +443,7 @@ def test_error_that_concerns_every_photo_ends_the_job(photos, make_actor):
     assert not (photos / "out" / "results").exists()
 
 
+@pytest.mark.usefixtures("forked")
 def test_cluster_resumes_the_job_of_a_single_machine(photos, monkeypatch):
     monkeypatch.setattr(job, "GRACE_PERIOD", 0.0)
     out, model = photos / "out", ["--model", MODEL, "--device", "cpu"]

@@ -12,7 +12,7 @@ def served():
     """Server with three models; the default one is efficientnet_lite0."""
     models = (
         "efficientnet_lite0",
-        "torchvision:resnet18?weights=none",
+        "resnet=timm:test_resnet?weights=none&size=64",
         "small=torchvision:mobilenet_v3_small?weights=none&size=64",
     )
     with serving(models=models, max_batch_mib=1024) as server:  # full batches, in which rows could be confused

@@ -289,16 +289,16 @@ def test_explainer_takes_twelve_channels(modules, dtype):
 
 def test_weights_of_rgb_are_adapted_as_by_timm(tmp_path):
     """The same values in all channels then give the same outputs, for one channel and for multiples of three."""
-    rgb = load(parse("net=torchvision:resnet18?weights=none&size=64&accelerate=false")).module
+    rgb = load(parse("net=torchvision:squeezenet1_1?weights=none&size=64&accelerate=false")).module
     torch.save(rgb.state_dict(), tmp_path / "rgb.pth")
     grey = torch.rand(1, 1, 64, 64, dtype=torch.float64)
     for channels in (1, 4, 12):
-        spec = f"net=torchvision:resnet18?weights={tmp_path}/rgb.pth&size=64&channels={channels}&accelerate=false"
+        spec = f"net=torchvision:squeezenet1_1?weights={tmp_path}/rgb.pth&size=64&channels={channels}&accelerate=false"
         adapted = load(parse(spec)).module.double()
 
         found, expected = adapted(grey.expand(1, channels, 64, 64)), rgb.double()(grey.expand(1, 3, 64, 64))
         assert torch.equal(
-            adapted.conv1.weight.float(), timm.models.adapt_input_conv(channels, rgb.float().conv1.weight)
+            adapted.features[0].weight.float(), timm.models.adapt_input_conv(channels, rgb.float().features[0].weight)
         )
 
         assert channels == 4 or torch.allclose(found, expected, rtol=1e-5)

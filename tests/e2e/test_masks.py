@@ -20,7 +20,7 @@ HEIGHT, WIDTH = 144, 160
 def server(tmp_path_factory):
     labels = tmp_path_factory.mktemp("labels") / "colours.txt"
     labels.write_text("background\nred\ngreen\n")
-    names = (f"colours=coloured:Colours?size=64&labels={labels}", "resnet=torchvision:resnet18?weights=none&size=64")
+    names = (f"colours=coloured:Colours?size=64&labels={labels}", "resnet=timm:test_resnet?weights=none&size=64")
     names = (*names, "proportional=coloured:proportional")
     with serving(models=names, threads=1, http_address="127.0.0.1:0") as served:
         yield served

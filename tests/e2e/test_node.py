@@ -214,9 +214,9 @@ def test_photos_are_read_with_backpressure_and_not_after_cancellation(tmp_path):
     ("arguments", "message"),
     [
         ([PHOTOS["chelsea"], "--method", "grdcam"], 'did you mean "gradcam"?'),
-        ([PHOTOS["chelsea"], "--model", "resnet50"], "resnet50"),
+        pytest.param([PHOTOS["chelsea"], "--model", "resnet50"], "resnet50", marks=pytest.mark.slow),
         ([PHOTOS["chelsea"], "--token", "secret"], "a token requires TLS"),
-        (["nothing.jpg"], "no such file"),
+        pytest.param(["nothing.jpg"], "no such file", marks=pytest.mark.slow),
         ([], "no photo given"),
     ],
 )

@@ -95,6 +95,7 @@ def connections(server, count=CONNECTIONS):
         yield [stack.enter_context(camserve.Client(channel=channel, retries=0)) for channel in channels]
 
 
+@pytest.mark.slow
 def test_processes_share_the_requests_and_the_merged_metrics_count_all(server):
     before = server.counted(rpc="Explain", code="OK")
     with connections(server) as clients, ThreadPoolExecutor(4) as threads:
@@ -110,6 +111,7 @@ def test_processes_share_the_requests_and_the_merged_metrics_count_all(server):
     assert len({result.explanations[0].score for result in results}) == 1
 
 
+@pytest.mark.slow
 def test_processes_share_the_http_port(server):
     found = {http_calls.post(server.http_port, http_calls.LIST, {}).headers["camserve-process"] for _ in range(24)}
     photo = base64.b64encode(PHOTOS["chelsea"].read_bytes()).decode()
@@ -121,6 +123,7 @@ def test_processes_share_the_http_port(server):
     assert http_calls.lines_of(stream)[0]["response"]["model"] == "tiny"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("haproxy"), reason=needs.HAPROXY)
 @pytest.mark.skipif(not TRITON.exists(), reason=needs.TRITONCLIENT)
 def test_calls_of_a_triton_client_through_haproxy_use_both_processes(server, tmp_path):
@@ -137,6 +140,7 @@ def test_calls_of_a_triton_client_through_haproxy_use_both_processes(server, tmp
     assert set(counted) == {"0", "1"}
 
 
+@pytest.mark.slow
 def test_each_process_has_its_share_of_the_queue_and_the_supervisor_is_counted(server):
     samples = server.samples()
 
@@ -146,11 +150,13 @@ def test_each_process_has_its_share_of_the_queue_and_the_supervisor_is_counted(s
         assert samples["camserve_process_up", process] == samples["camserve_ready", process] == 1
 
 
+@pytest.mark.slow
 def test_log_says_which_process(server):
     assert {entry["process"] for entry in server.logged("serving")} == {0, 1}
     assert not any("process" in entry for entry in server.logged("every process serves"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_second_server_on_the_port_is_refused(processes, server, tmp_path):
     flags = ("serve", "--processes", processes, "--address", server.address)
@@ -218,6 +224,7 @@ class Callers:
             thread.join()
 
 
+@pytest.mark.slow
 def test_killed_process_is_replaced_under_load_with_the_models_of_the_other(server):
     old = scores(server)
     with connections(server, 1) as (client,):
@@ -245,6 +252,7 @@ def test_killed_process_is_replaced_under_load_with_the_models_of_the_other(serv
     assert set(counted) == {"0", "1"}
 
 
+@pytest.mark.slow
 def test_ctrl_c_drains_every_process_under_load(server):
     """A terminal sends SIGINT to the supervisor, the processes and their workers. It is the last test of the server."""
 

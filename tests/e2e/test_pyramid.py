@@ -18,7 +18,7 @@ from http_calls import EXPLAIN, LIST, post
 from support import PHOTOS, serving
 
 DETECTOR = "torchvision:ssdlite320_mobilenet_v3_large?weights=none&classes=3&size=128"
-NETS = (f"detector={DETECTOR}", "resnet=torchvision:resnet18?weights=none&size=64")
+NETS = (f"detector={DETECTOR}", "resnet=timm:test_resnet?weights=none&size=64")
 PHOTO = PHOTOS["coffee"]
 SCALES = ("backbone.features.0", "backbone.features.1", "backbone.extra.0")
 

@@ -18,16 +18,10 @@ from torch import nn
 import camserve
 from camserve._picture import onto_photo
 from camserve_server import Explainer
-from support import PHOTOS, serving
+from support import PHOTOS
 
 PAGE = (Path(__file__).parents[2] / "docs/client.md").read_text(encoding="utf-8")
 CLOSE = 1e-5  # relative to the largest value: float32 interpolation against float64
-
-
-@pytest.fixture(scope="module")
-def address():
-    with serving(models=("efficientnet_lite0",)) as served:
-        yield served.address
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +61,14 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("profile", ["paper", "signed"])
-@pytest.mark.parametrize("sign", SHOWN)
+@pytest.mark.parametrize(
+    ("profile", "sign"),
+    [
+        *(("paper", sign) for sign in SHOWN),
+        ("signed", "both"),
+        *(pytest.param("signed", sign, marks=pytest.mark.slow) for sign in SHOWN if sign != "both"),
+    ],
+)
 def test_sign_selects_the_values_that_are_shown(explain, profile, sign):
     explanation = explain(profile=profile, sign=sign)
     values = SHOWN[sign](explanation.heatmap)
@@ -169,8 +169,17 @@ def regions_of(explanation, least):
     return list(zip(masks, shares, strongest, strict=True))
 
 
-@pytest.mark.parametrize("quantile", [0.5, 0.8, 0.99])
-@pytest.mark.parametrize("profile", ["paper", "signed"])
+@pytest.mark.parametrize(
+    ("profile", "quantile"),
+    [
+        ("paper", 0.5),
+        ("signed", 0.8),
+        *(
+            pytest.param(*rest, marks=pytest.mark.slow)
+            for rest in (("paper", 0.8), ("paper", 0.99), ("signed", 0.5), ("signed", 0.99))
+        ),
+    ],
+)
 def test_regions_equal_those_of_scikit_image(explain, profile, quantile):
     options = camserve.RegionOptions(quantile=quantile, max_regions=64, masks=True)
     explanation = explain(profile=profile, regions=options)
@@ -264,7 +273,7 @@ def test_options_that_exclude_each_other_are_refused(client, explain, options, f
 
 
 def test_estimated_cost_is_the_number_of_rows_that_run(client, photo):
-    options = {"methods": ["gradcam", ("rise", {"samples": 40})], "top_k": 2}
+    options = {"methods": ["gradcam", ("rise", {"samples": 8})], "top_k": 2}
     totals = set()
     result = client.explain(photo, **options, on_progress=lambda _, total: totals.add(total))
     cost = client.estimate_cost(**options)

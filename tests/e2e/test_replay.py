@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
+import timm
 import torch
-import torchvision
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
@@ -14,7 +14,7 @@ import camserve_server
 from camserve import cli
 from support import PHOTOS
 
-NET = "net=torchvision:resnet18?size=64&weights={}"
+NET = "net=timm:test_resnet?size=64&weights={}"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def other_weights(tmp_path_factory):
     """Server with other weights for a model of the same name and architecture."""
     path = tmp_path_factory.mktemp("weights") / "other.safetensors"
     torch.manual_seed(7)
-    save_file(torchvision.models.resnet18(weights=None).state_dict(), path)
+    save_file(timm.create_model("test_resnet").state_dict(), path)
     with camserve_server.running(NET.format(path)) as address:
         yield address
 
@@ -80,7 +80,7 @@ def test_receipt_has_the_fused_layers(client):
     fused = receipt_of(client, layers=["layer3", "layer4"], fusion="max")
     plain = receipt_of(client, layers=["layer3"], fusion="max")
 
-    assert (default.layers, default.fusion) == (("layer1", "layer2", "layer3", "layer4"), "product")
+    assert (default.layers, default.fusion) == (("layer1", "layer3.0.act1", "layer3", "layer4"), "product")
     assert (fused.layers, fused.fusion) == (("layer3", "layer4"), "max")
     assert (plain.layers, plain.fusion) == (("layer3",), None)
 

@@ -4,9 +4,9 @@ import asyncio
 
 import cv2
 import pytest
+import timm
 import torch
 from torch import nn
-from torchvision.models import resnet18
 
 import camserve
 import camserve_server
@@ -17,7 +17,7 @@ from methods.tools import error_ratio, noise
 from networks import changes, gradcam, state_of, trained
 from support import PHOTOS
 
-SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
+SMALL = "small=timm:test_resnet?weights=none&size=64"
 
 
 def test_server_runs_only_inside_the_block():
@@ -100,7 +100,7 @@ def test_network_can_be_trained_on_after_it_was_served():
 
 
 def test_models_may_be_specs_or_networks():
-    models = {"small": SMALL.partition("=")[2], "custom": resnet18(num_classes=5)}
+    models = {"small": SMALL.partition("=")[2], "custom": timm.create_model("test_resnet", num_classes=5)}
     with camserve_server.running(models=models) as address, camserve.Client(address) as client:
         assert [model.name for model in client.models()] == ["small", "custom"]
 

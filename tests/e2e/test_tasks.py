@@ -16,7 +16,7 @@ NETS = (
     "pooled=coloured:Pooled?size=64&task=embed",
     "lraspp=torchvision:lraspp_mobilenet_v3_large?weights=none&size=64",
     "ssdlite=torchvision:ssdlite320_mobilenet_v3_large?weights=none&size=128",
-    "resnet=torchvision:resnet18?weights=none&size=64",
+    "resnet=timm:test_resnet?weights=none&size=64",
 )
 PLACES = {"red": (20, 90, 48), "green": (80, 24, 40)}
 

@@ -1,5 +1,8 @@
 """Everything a caller may ask of a classifier, asked of detectors and segmentation models of transformers."""
 
+import functools
+from contextlib import ExitStack
+
 import numpy as np
 import pytest
 
@@ -14,21 +17,34 @@ from docs.generate import small_transformers
 DETECTORS = ("detr", "rt_detr", "yolos")
 SEGMENTERS = ("segformer", "mask2former")
 FAMILIES = (*DETECTORS, *SEGMENTERS)
+QUICK = ("rt_detr", "segformer")
+"""A detector and a segmentation model, for tests whose code does not depend on the family."""
+
+
+def quick(families):
+    """Return parameters, of which those that are not in QUICK are slow."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in families]
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory):
+def client_of(tmp_path_factory):
+    """Return a function that returns a client of a server with one model, which is loaded once."""
     root = tmp_path_factory.mktemp("families")
-    specs = tuple(f"hf:{small_transformers.save(name, root)}" for name in FAMILIES)
-    instances = f"instances=hf:{root / 'mask2former'}?task=detect"
-    with serving(models=(*specs, instances), device="cpu") as running:
-        yield running.address
+    with ExitStack() as opened:
+
+        @functools.cache
+        def client_of(family):
+            name, task = ("mask2former", "?task=detect") if family == "instances" else (family, "")
+            spec = f"{family}=hf:{small_transformers.save(name, root / family)}{task}"
+            running = opened.enter_context(serving(models=(spec,), device="cpu"))
+            return opened.enter_context(camserve.Client(running.address))
+
+        yield client_of
 
 
 @pytest.fixture
-def client(address):
-    with camserve.Client(address) as client:
-        yield client
+def client(client_of, family):
+    return client_of(family)
 
 
 METHODS = (
@@ -41,7 +57,7 @@ METHODS = (
 )
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "instances"])
+@pytest.mark.parametrize("family", quick([*FAMILIES, "instances"]))
 def test_methods_of_every_kind_explain_it_and_their_receipts_replay(family, client):
     result = client.explain(PHOTOS["chelsea"], model=family, methods=METHODS, overlay="png", heatmap=True)
 
@@ -53,7 +69,7 @@ def test_methods_of_every_kind_explain_it_and_their_receipts_replay(family, clie
         assert replay.same, (explanation.method, replay.differences)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick(FAMILIES))
 def test_faithfulness_of_its_explanation_is_measured(family, client):
     evaluation = client.evaluate(
         PHOTOS["chelsea"], metrics=[("deletion", {"steps": 4}), ("insertion", {"steps": 4})], model=family
@@ -63,7 +79,7 @@ def test_faithfulness_of_its_explanation_is_measured(family, client):
     assert all(np.isfinite(reading.value) for reading in evaluation.readings)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick(FAMILIES))
 def test_its_layers_and_features_are_inspected(family, client):
     inspection = client.inspect(PHOTOS["coffee"], model=family)
     assert any(layer.gradient and layer.gradient.norm > 0 for layer in inspection.layers)
@@ -73,7 +89,7 @@ def test_its_layers_and_features_are_inspected(family, client):
     assert all(np.isfinite(channel.gradient_weight) for channel in features.channels)
 
 
-@pytest.mark.parametrize("family", ["yolos", "segformer"])
+@pytest.mark.parametrize("family", quick(["yolos", "segformer"]))
 def test_its_components_and_concepts_are_drawn(family, client):
     components = client.features(PHOTOS["coffee"], model=family, rank="pca", fit=[PHOTOS["chelsea"]])
     concepts = client.features(PHOTOS["coffee"], model=family, rank="factors", top=2)
@@ -84,7 +100,7 @@ def test_its_components_and_concepts_are_drawn(family, client):
     assert not any(channel.nearest for channel in concepts.channels)
 
 
-@pytest.mark.parametrize("family", [*DETECTORS, "instances"])
+@pytest.mark.parametrize("family", ["instances", *quick(DETECTORS)])
 def test_object_is_named_by_its_class_and_box(family, client):
     predictions = client.explain(PHOTOS["chelsea"], model=family, max_predictions=100).predictions
     chosen = predictions[len(predictions) // 2]
@@ -96,7 +112,7 @@ def test_object_is_named_by_its_class_and_box(family, client):
     assert explanation.score == pytest.approx(overlapping[0].score, rel=1e-3)
 
 
-@pytest.mark.parametrize(("family", "words"), [("detr", "detection"), ("segformer", "segment")])
+@pytest.mark.parametrize(("family", "words"), [("rt_detr", "detection"), ("segformer", "segment")])
 def test_target_of_another_task_names_the_right_one(family, words, client):
     with pytest.raises(camserve.CamserveError, match=words):
         client.explain(PHOTOS["chelsea"], model=family, targets=["thing 1"])
