@@ -157,8 +157,9 @@ def explain(channel, folder):
     return explain_pb2_grpc.ExplainServiceStub(channel).Explain.future(request, timeout=60)
 
 
-def test_serve_exits_with_0_after_a_signal(folder):
-    with served(folder, start=installed) as server, connected(server) as channel:
+@pytest.mark.parametrize("start", [forked, pytest.param(installed, marks=pytest.mark.slow)])
+def test_serve_exits_with_0_after_a_signal(folder, start):
+    with served(folder, start=start) as server, connected(server) as channel:
         reply = explain(channel, folder).result()
         server.tell(signal.SIGTERM)
         code, log = server.end()
@@ -205,22 +206,13 @@ def test_signal_while_the_models_load_exits_with_0(folder):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_while_another_thread_computes_ends_explain_with_its_code(number, folder):
     """Python's own exit would end that thread inside of torch, which aborts the process."""
-    program = installed(
-        "explain",
-        "photo.png",
-        "--output",
-        "out",
-        "--model",
-        "command_nets:busy?size=32",
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_until(lambda: (folder / "loading").exists() or program.poll() is not None)
-    program.send_signal(number)
-    _, log = program.communicate()
+    arguments = ("explain", "photo.png", "--output", "out", "--model", "command_nets:busy?size=32")
+    with (folder / "log.txt").open("wb") as log, forked(*arguments, cwd=folder, stderr=log) as program:
+        wait_until(lambda: (folder / "loading").exists() or program.poll() is not None)
+        program.send_signal(number)
 
     assert program.returncode == 128 + number
-    assert log.strip() == ("error: interrupted" if number == signal.SIGINT else "")
+    assert (folder / "log.txt").read_text().strip() == ("error: interrupted" if number == signal.SIGINT else "")
 
 
 def stopped_in(module, folder, monkeypatch):

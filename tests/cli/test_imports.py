@@ -26,6 +26,7 @@ def imported(code, names):
     return set(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_server_with_the_embedded_model_imports_no_other_library_of_models():
     assert imported(SERVE, {*SLOW}) == set()
 
