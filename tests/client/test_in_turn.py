@@ -127,10 +127,10 @@ def test_plain_address_does_not_use_health_checks(both: list[Server]) -> None:
         assert count_calls(client) == {"one": 20}
 
 
-def test_real_servers_share_calls_and_return_the_same_scores() -> None:
+def test_real_servers_share_calls_and_return_the_same_scores(tiny: str) -> None:
     import camserve_server  # noqa: PLC0415 -- the other tests of this folder need no torch
 
-    net = "torchvision:squeezenet1_1?weights=none&size=64"
+    net = tiny.partition("=")[2]
     photo = np.random.default_rng(0).integers(0, 256, (80, 80, 3), np.uint8)
     with (
         camserve_server.running(f"one={net}") as first,
