@@ -23,6 +23,7 @@ from camserve_server.models.acceleration import compilation, layout, toolchain
 from camserve_server.models.hooks import hook_count
 from camserve_server.models.values import Pass
 from camserve_server.targets.values import ClassTarget
+from coloured import Finder
 from methods.tools import CAMS, call, error_ratio, exact, gap, noise, run
 
 SIDE = 32
@@ -40,6 +41,19 @@ def cold(tmp_path_factory):
 
 
 share = compilation._time_ratio
+compiler = torch.compile
+
+
+def trace(function, *, fullgraph, options):
+    """Compile a function without generating C++ code, which takes fifteen seconds: its graph runs torch's own code."""
+    kept = {"guard_filter_fn": options["guard_filter_fn"]}
+    return compiler(function, fullgraph=fullgraph, options=kept, backend="eager")
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Compile by `trace`, for tests of what happens around the compiler."""
+    monkeypatch.setattr(torch, "compile", trace)
 
 
 class Block(nn.Module):
@@ -84,10 +98,16 @@ def load(make=Tower, **options):
         return models.load(ModelSpec("planted", "planted", "make", size=SIDE, **options))
 
 
-@pytest.fixture(scope="module", params=[pytest.param(each, marks=pytest.mark.slow) for each in ("float32", "bfloat16")])
+@pytest.fixture(
+    scope="module",
+    params=["traced", *(pytest.param(precision, marks=pytest.mark.slow) for precision in ("float32", "bfloat16"))],
+)
 def pair(request):
     """Return a compiled model and the same model uncompiled."""
-    return [load(precision=request.param, compile=compiling) for compiling in (True, False)]
+    precision = "float32" if request.param == "traced" else request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", trace if request.param == "traced" else compiler)
+        return [load(precision=precision, compile=compiling) for compiling in (True, False)]
 
 
 def answers(model, rows, kind, layer=None):
@@ -125,6 +145,7 @@ def error(pair, rows, kind):
     return max(map(error_ratio, *(answers(model, rows, kind) for model in (*pair, exact(pair[1])))))
 
 
+@pytest.mark.slow
 def test_compiled_code_gives_the_same_results_in_the_chosen_memory_layout(monkeypatch):
     monkeypatch.setattr(layout, "is_channels_last_faster", lambda *_, **__: False)
     pair = [load(compile=compiling) for compiling in (True, False)]
@@ -204,8 +225,15 @@ def noexec(tmp_path):
 @pytest.mark.skipif(not find_spec("triton"), reason=needs.TRITON)
 @pytest.mark.parametrize(
     "environment",
-    [{}, {"PATH": "/nowhere"}, {"CC": "/nowhere/gcc"}]
-    + [{name: "{noexec}"} for name in ("HOME", "TRITON_HOME", "TRITON_CACHE_DIR", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR")],
+    [{}, {"CC": "/nowhere/gcc"}]
+    + [
+        pytest.param(environment, marks=pytest.mark.slow)
+        for environment in [
+            {"PATH": "/nowhere"},
+            *({name: "{noexec}"} for name in ("HOME", "TRITON_HOME", "TRITON_CACHE_DIR", "TMPDIR")),
+            {"TORCHINDUCTOR_CACHE_DIR": "{noexec}"},
+        ]
+    ],
     ids=lambda environment: "".join(environment) or "nothing",
 )
 def test_gpu_requirements_are_those_of_triton(environment, noexec, tmp_path, monkeypatch):
@@ -268,6 +296,7 @@ def test_failing_compiler_is_a_warning(message, reason, monkeypatch, caplog):
     assert max(map(gap, answers(model, 3, "cam"), answers(load(), 3, "cam"))) == 0
 
 
+@pytest.mark.usefixtures("traced")
 def test_only_the_module_that_fails_to_compile_runs_uncompiled(caplog):
     caplog.set_level(logging.INFO)
     make = lambda: Tower(Unruly)  # noqa: E731 -- a factory
@@ -281,6 +310,7 @@ def test_only_the_module_that_fails_to_compile_runs_uncompiled(caplog):
     assert error((model, plain), 3, "cam") <= 1
 
 
+@pytest.mark.usefixtures("traced")
 def test_compiled_code_with_other_results_is_discarded(monkeypatch, caplog):
     def wrong(part):
         settle(part)
@@ -295,6 +325,7 @@ def test_compiled_code_with_other_results_is_discarded(monkeypatch, caplog):
     assert max(map(gap, answers(model, 3, "cam"), answers(load(), 3, "cam"))) == 0
 
 
+@pytest.mark.usefixtures("traced")
 def test_slower_compiled_code_is_discarded(monkeypatch, caplog):
     times = iter([1.0, 1.25] * 5 + [1.0, 0.9] * 5)
     caplog.set_level(logging.INFO)
@@ -330,10 +361,9 @@ def test_compiled_code_and_onednn_are_timed_in_turn(monkeypatch):
     assert ran == ["plain, oneDNN", "compiled, torch"] * compilation.ROUNDS
 
 
-def test_detector_is_not_compiled(caplog):
+def test_detector_is_not_compiled(plant, caplog):
     caplog.set_level(logging.INFO)
-    fast = "torchvision:ssdlite320_mobilenet_v3_large?weights=none&classes=3"
-    assert models.load(parse(f"{fast}&compile=true")).accelerated is None
+    assert plant(Finder, size=64, compile=True).accelerated is None
     assert "it cannot be accelerated (it detects objects" in caplog.text
 
 
