@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from camserve_server import models
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine import bias
 from camserve_server.engine.inputs import apply_view
@@ -21,6 +20,7 @@ from camserve_server.methods.values import MethodCall
 from camserve_server.targets import weight_probability
 from camserve_server.targets.values import ClassTarget, ContrastTarget, ProbabilityTarget, RankTarget
 from methods.tools import Toy, call, error_ratio, exact, explain, gap, inputs, job, noise, run
+from support import loaded
 
 STAGES = ("layer2", "layer3", "layer4")
 
@@ -211,8 +211,8 @@ def test_weight_of_a_window_is_a_probability(resnet):
 
 @pytest.fixture(scope="module")
 def biased():
-    """A resnet18 in which no bias is zero."""
-    return models.load(models.parse("drawn=methods.parity.made:resnet18?size=64"))
+    """A resnet in which no bias is zero."""
+    return loaded("drawn=methods.parity.made:small?size=64")
 
 
 def test_terms_of_fullgrad_and_the_heads_bias_add_up_to_the_score(biased):
@@ -293,11 +293,9 @@ def test_bias_that_is_added_twice_counts_twice(plant):
 
 
 def test_tokens_of_a_transformer_have_a_grid():
-    model = models.load(models.parse("timm:vit_tiny_patch16_224?weights=none&size=64&classes=10"))
+    model = loaded("timm:test_vit?weights=none&size=64")
     shapes = counted(model, 64)
-    assert (
-        shapes.count((17, 192)) == 1 + 12 * 4
-    )  # the last norm; of each block two norms, the projection, the MLP's last
+    assert shapes.count((17, 64)) == 1 + 6 * 4  # the last norm; of each block two norms, the projection, the MLP's last
     assert finding(model, noise(0, 64), "fullgrad").verdict is Verdict.OK
 
 

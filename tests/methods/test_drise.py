@@ -89,7 +89,7 @@ def test_request_runs_the_announced_rows_and_several_targets_are_as_each_alone(f
 
 def test_mirrored_copies_are_compared_with_the_mirrored_box(finder):
     """Otherwise the object of a mirrored copy would not overlap the box, and the mean map would be half as strong."""
-    asked, image = call("drise", samples=400), painted(**PLACES)
+    asked, image = call("drise", samples=200), painted(**PLACES)
     plain, smooth = (
         explain(finder, image, job(finder, [each], TARGETS[:1])).explanations[0].heatmap
         for each in (asked, replace(asked, augmented=True))

@@ -383,12 +383,9 @@ def test_cubic_steps_beat_gauss_legendre_if_the_score_changes_near_the_baseline(
     assert 2 * cubic < gauss_legendre
 
 
-FROM = [("coffee", "zero")]
-SLOW = [each for each in itertools.product(PHOTOS, ("zero", "mean", "blur")) if each not in FROM]
-
-
+@pytest.mark.slow  # fewer steps of a small model are among the fast tests
 @pytest.mark.parametrize(
-    ("photo", "baseline"), [*FROM, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+    ("photo", "baseline"), list(zip(PHOTOS, itertools.cycle(("zero", "mean", "blur")), strict=False))
 )
 def test_completeness_error_after_fifty_steps_is_within_one_percent(lite0, photos, photo, baseline):
     asked = job(lite0, [call("integrated_gradients", steps=50, baseline=baseline)], [RankTarget(0)])
@@ -485,10 +482,17 @@ def with_relus(theirs):
     return theirs
 
 
-@pytest.fixture(scope="module", params=["resnet18", pytest.param("squeezenet1_1", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "timm:test_resnet",
+        pytest.param("torchvision:resnet18", marks=pytest.mark.slow),
+        pytest.param("torchvision:squeezenet1_1", marks=pytest.mark.slow),
+    ],
+)
 def rectified(request):
     """Models whose ReLUs are modules."""
-    return models.load(models.parse(f"torchvision:{request.param}?weights=none&size=64"))
+    return models.load(models.parse(f"{request.param}?weights=none&size=64"))
 
 
 @pytest.mark.parametrize(("name", "peer"), [("guided_backprop", GuidedBackprop), ("deconvnet", Deconvolution)])
@@ -526,17 +530,29 @@ class ByHand(torch.autograd.Function):
         return gradient.clamp(min=0) * ctx.kept, None, None
 
 
+class Bounded(nn.Module):
+    """A network with a ReLU6 as a module, one as a function, and a ReLU as a function."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.second, self.third = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)
+        self.relu6 = nn.ReLU6(inplace=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, image):
+        seen = functional.relu6(self.second(self.relu6(9 * self.first(image))))
+        return self.head(functional.relu(self.third(seen)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("name", ["guided_backprop", "deconvnet"])
 @pytest.mark.parametrize(
-    ("arch", "name"),
-    [
-        ("densenet121", "guided_backprop"),
-        ("efficientnet_lite0", "deconvnet"),
-        pytest.param("densenet121", "deconvnet", marks=pytest.mark.slow),
-        pytest.param("efficientnet_lite0", "guided_backprop", marks=pytest.mark.slow),
-    ],
+    "arch", ["bounded", *(pytest.param(each, marks=pytest.mark.slow) for each in ("densenet121", "efficientnet_lite0"))]
 )
-def test_functional_relus_and_relu6_follow_the_rule(name, arch, request, monkeypatch):
-    if arch == "densenet121":  # its last ReLU is a function
+def test_functional_relus_and_relu6_follow_the_rule(name, arch, request, plant, monkeypatch):
+    if arch == "bounded":
+        model, image = plant(Bounded, size=24), noise(0, 24)
+    elif arch == "densenet121":  # its last ReLU is a function
         model = models.load(models.parse("torchvision:densenet121?weights=none&size=64"))
         image = noise(0, 64)
     else:

@@ -152,6 +152,7 @@ def test_map_of_the_wrong_class_is_detected(plant, image):
         assert share_in_red(explanation.heatmap) < 0.2
 
 
+@pytest.mark.slow
 def test_512_masks_of_rise_are_enough(plant, image):
     model = plant(Colours, size=SIDE)
     few, many = (

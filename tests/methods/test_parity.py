@@ -24,7 +24,10 @@ def fast():
 
     On the small model FEM has too few channels, and `test_stated_formulas.py` has it.
     """
-    known = sorted((case for case in CASES if case.least is None and case.method != "fem"), key=lambda case: case.model == ON_SMALL[0])
+    known = sorted(
+        (case for case in CASES if case.least is None and case.method != "fem"),
+        key=lambda case: case.model == ON_SMALL[0],
+    )
     cases = {(case.method, case.oracle): case for case in known if case.model in ON_SMALL}.values()
     cases = [replace(case, photos=1, model=case.model if needs_channels(case) else SMALL) for case in cases]
     return sorted(cases, key=lambda case: case.model)

@@ -147,7 +147,9 @@ def test_same_seed_gives_the_same_bytes_and_another_seed_another_map(net, name):
 # ----------------------------------------------------------------------------------------------------------- pixels
 
 
-@pytest.mark.parametrize(("window", "stride"), [(6, 6), (5, 3), (7, 4), (24, 24), (1, 1)])
+@pytest.mark.parametrize(
+    ("window", "stride"), [(6, 6), (5, 3), (7, 4), (24, 24), pytest.param(1, 1, marks=pytest.mark.slow)]
+)
 def test_occlusion_equals_captums(net, window, stride):
     def theirs(model):
         return attr.Occlusion(model.module).attribute(
@@ -382,6 +384,7 @@ def test_surrogate_without_captum_names_the_package_to_install(net, name, missin
         heatmaps(net, name)
 
 
+@pytest.mark.slow
 def test_captum_is_imported_only_for_surrogates():
     """The import of captum takes seconds, and the server does not install it."""
     says = "import sys, camserve_server.methods; print('captum' in sys.modules, 'sklearn' in sys.modules)"

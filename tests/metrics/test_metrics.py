@@ -1,6 +1,5 @@
 """Metrics of explanations, against three libraries, the papers' formulas, and models of which the truth is known."""
 
-import asyncio
 import copy
 import math
 from contextlib import nullcontext
@@ -36,7 +35,8 @@ from camserve_server.targets.values import (
     ProbabilityTarget,
     RankTarget,
 )
-from methods.tools import call, error_ratio, exact, inputs, job, maps, noise, photo, plain, run
+from methods.tools import call, error_ratio, exact, inputs, job, maps, noise, photo, plain, result_of, run
+from support import loaded
 
 TABBY_LIKE = ClassTarget(285)  # an Egyptian cat, which is what chelsea is said to be
 WHOLE = Box(0, 0, 224, 224)
@@ -62,7 +62,7 @@ def evaluate(model, image, asked, metrics, box=None, count=None):
     metrics = tuple(metric(each) if isinstance(each, str) else each for each in metrics)
     height, width = image.shape[:2]
     seen = Box(0, 0, width, height)
-    return asyncio.run(jobs.evaluate(jobs.EvaluationJob(asked, metrics, box), image, seen, submit))
+    return result_of(jobs.evaluate(jobs.EvaluationJob(asked, metrics, box), image, seen, submit))
 
 
 def run_pass(model, pass_, rows):
@@ -92,6 +92,12 @@ def evaluated(model, image, heatmap, name, target=TABBY_LIKE, **parameters):
 
 
 @pytest.fixture(scope="module")
+def small():
+    """A model that runs in a fraction of the others' time."""
+    return loaded("timm:test_resnet?weights=none&size=64")
+
+
+@pytest.fixture(scope="module")
 def gradcam(lite0, photos):
     """Grad-CAM of chelsea, without ties."""
     return maps(lite0, photos["chelsea"], lite0.info.default_layer, TABBY_LIKE)["gradcam"]
@@ -116,7 +122,7 @@ class Given:
 # ------------------------------------------------------------------------------------------------ against the libraries
 
 
-@pytest.mark.parametrize(("model", "steps"), [("resnet", 7), pytest.param("lite0", 12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("model", "steps"), [("small", 7), pytest.param("lite0", 12, marks=pytest.mark.slow)])
 def test_deletion_and_insertion_equal_torchcams_with_equal_settings(model, steps, request):
     subject = request.getfixturevalue(model)
     image = photo("chelsea", subject.info.preprocess.size[0])
@@ -166,24 +172,31 @@ def test_pixels_are_imputed_as_in_road(share):
 
 
 @THEIRS
-def test_road_without_noise_equals_pytorch_grad_cam(lite0, photos):
+@pytest.mark.parametrize("name", ["patch", pytest.param("embedded", marks=pytest.mark.slow)])
+def test_road_without_noise_equals_pytorch_grad_cam(plant, lite0, photos, name):
+    model, image, target = {
+        "patch": lambda: (plant(Patch), noise(0, 16), ClassTarget(1)),
+        "embedded": lambda: (lite0, photos["chelsea"], TABBY_LIKE),
+    }[name]()
     # A map without equal values: at a threshold theirs takes all of them, and ours as many as are wanted.
-    heatmap = ndimage.gaussian_filter(np.random.default_rng(0).standard_normal((224, 224)), 8).astype(np.float32)
+    drawn = np.random.default_rng(0).standard_normal(image.shape[:2])
+    heatmap = ndimage.gaussian_filter(drawn, len(image) / 28).astype(np.float32)
     heatmap = (heatmap - heatmap.min()) / np.ptp(heatmap)
     means = []
     for removal in (perturbation_confidence.RemoveLeastRelevantFirst, perturbation_confidence.RemoveMostRelevantFirst):
         scores = [
             perturbation_confidence.PerturbationConfidenceMetric(removal(percent, road.NoisyLinearImputer(noise=0)))(
-                inputs(lite0, photos["chelsea"]),
+                inputs(model, image),
                 heatmap[None],
-                [ClassifierOutputSoftmaxTarget(TABBY_LIKE.index)],
-                lite0.module,
+                [ClassifierOutputSoftmaxTarget(target.index)],
+                model.module,
             )
             for percent in (25, 50, 75)
         ]
         means.append(np.mean(scores))
-    ours = evaluated(lite0, photos["chelsea"], heatmap, "road", steps=3, noise=0.0)
+    ours = evaluated(model, image, heatmap, "road", target, steps=3, noise=0.0)
 
+    assert abs(ours.value) > 0.01
     assert ours.value == pytest.approx((means[0] - means[1]) / 2, abs=1e-4)
 
 
@@ -201,18 +214,18 @@ def test_average_drop_and_increase_equal_torchcam(lite0, photos, gradcam):
         assert ours == pytest.approx([theirs["avg_drop"], theirs["conf_increase"]], abs=1e-5)
 
 
-def test_max_sensitivity_equals_captum_with_the_same_noise(resnet):
-    image, asked = noise(0, 64), job(resnet, ["saliency"], [ClassTarget(3)])
+def test_max_sensitivity_equals_captum_with_the_same_noise(small):
+    image, asked = noise(0, 64), job(small, ["saliency"], [ClassTarget(3)])
     parameters = {"samples": 6, "noise": 0.1, "seed": 3}
-    ((ours,),) = evaluate(resnet, image, asked, [metric("max_sensitivity", **parameters)])[1]
-    seen = inputs(resnet, image)
+    ((ours,),) = evaluate(small, image, asked, [metric("max_sensitivity", **parameters)])[1]
+    seen = inputs(small, image)
     deviation = 0.1 * float(seen.max() - seen.min())
     drawn = [torch.randn(seen.shape[1:], generator=torch.Generator().manual_seed(3 * 100_003 + i)) for i in range(6)]
 
     def saliency(images):
         images = (images[0] if isinstance(images, tuple) else images).detach().requires_grad_()
         with torch.enable_grad():
-            return torch.autograd.grad(resnet.module(images)[:, 3].sum(), images)[0].abs().amax(1, keepdim=True)
+            return torch.autograd.grad(small.module(images)[:, 3].sum(), images)[0].abs().amax(1, keepdim=True)
 
     def sensitivity(copy):  # one at a time: of n together, captum 0.9.0 gives √n times as much with torch 2.14
         noisy = seen + deviation * copy
@@ -258,6 +271,7 @@ def test_curve_starts_and_ends_with_the_scores_of_its_edits(lite0, photos, gradc
         assert (curve.x[0], curve.x[-1], len(curve.x)) == (0.0, 1.0, 4)
 
 
+@pytest.mark.slow  # the true map of a known model is also among the fast tests
 def test_map_is_better_than_chance_on_its_grid_and_its_opposite_is_worse(lite0, photos):
     """Chance must have the map's own grid: single pixels, taken away at random, spoil a photo faster than any part."""
     flower, target = photos["flower"], ClassTarget(985)  # daisy
@@ -440,13 +454,13 @@ CENTRE = Box(16, 16, 48, 48)
 CURVES = ("deletion", "insertion", "road")
 
 
-def test_evaluation_runs_the_announced_rows_and_reads_every_map(resnet):
+def test_evaluation_runs_the_announced_rows_and_reads_every_map(small):
     calls = ["gradcam", "saliency", call("smoothgrad", samples=2)]
-    asked = job(resnet, calls, [RankTarget(0), ClassTarget(4)], ["layer3", "layer4"])
+    asked = job(small, calls, [RankTarget(0), ClassTarget(4)], ["layer3", "layer4"])
     given = {"insertion": {"steps": 3}, "road": {"steps": 1}, "randomisation": {"stages": 3}}
     metrics = [metric(name, **(few(name) | given.get(name, {}))) for name in EVERYTHING]
     count = []
-    outcome, readings = evaluate(resnet, noise(0, 64), asked, metrics, CENTRE, count)
+    outcome, readings = evaluate(small, noise(0, 64), asked, metrics, CENTRE, count)
 
     assert sum(rows for _, rows in count) == jobs.EvaluationJob(asked, tuple(metrics), CENTRE).rows
     assert max(rows for _, rows in count) <= 64
@@ -455,14 +469,14 @@ def test_evaluation_runs_the_announced_rows_and_reads_every_map(resnet):
     assert all(math.isfinite(each.value) for row in readings for each in row)
 
 
-def test_each_reading_belongs_to_its_own_map(resnet):
+def test_each_reading_belongs_to_its_own_map(small):
     """Readings of a joint request equal those of single requests: layers, targets and methods are not mixed up."""
     image, metrics = noise(0, 64), [metric(name, **few(name)) for name in EVERYTHING]
     targets, layers = [ClassTarget(4), ContrastTarget(1, 2)], ["layer3", "layer4"]
-    outcome, together = evaluate(resnet, image, job(resnet, ["gradcam", "saliency"], targets, layers), metrics, CENTRE)
+    outcome, together = evaluate(small, image, job(small, ["gradcam", "saliency"], targets, layers), metrics, CENTRE)
     for finding, row in zip(outcome.explanations, together, strict=True):
-        alone = job(resnet, [finding.call], [finding.target], [finding.layer or "layer4"])
-        ((*again,),) = evaluate(resnet, image, alone, metrics, CENTRE)[1]
+        alone = job(small, [finding.call], [finding.target], [finding.layer or "layer4"])
+        ((*again,),) = evaluate(small, image, alone, metrics, CENTRE)[1]
         assert [each.value for each in row] == pytest.approx([each.value for each in again], abs=1e-3)
 
 
@@ -471,9 +485,9 @@ def few(name):
     return {counted[name]: 2} if name in counted else {}
 
 
-def test_fused_map_is_computed_again_as_fused(resnet):
-    asked = jobs.Job(resnet.info, (call("gradcam"),), ("layer3", "layer4"), (ClassTarget(4),), "mean")
-    outcome, readings = evaluate(resnet, noise(0, 64), asked, [metric("max_sensitivity", noise=0.0), "randomisation"])
+def test_fused_map_is_computed_again_as_fused(small):
+    asked = jobs.Job(small.info, (call("gradcam"),), ("layer3", "layer4"), (ClassTarget(4),), "mean")
+    outcome, readings = evaluate(small, noise(0, 64), asked, [metric("max_sensitivity", noise=0.0), "randomisation"])
 
     assert outcome.explanations[0].layer == "layer3 + layer4"
     assert readings[0][0].value == pytest.approx(0, abs=1e-5)  # the same image gives the same map
@@ -504,13 +518,14 @@ def test_constant_map_has_no_reading_and_a_reason(plant):
     assert sum(rows for _, rows in count) == 1
 
 
-def test_every_metric_is_documented_and_yields_its_announced_edits(lite0, photos, gradcam):
+def test_every_metric_is_documented_and_yields_its_announced_edits(small):
+    shown = shown_to(small, noise(0, 64), np.random.default_rng(0).random((4, 4), np.float32))
     for name, metric_ in METRICS.items():
         assert metric_.paper
         assert metric_.about.__doc__.split("\n")[0].endswith(".")
         if isinstance(metric_, PerturbationMetric):
             parameters = metric(name, **few(name)).parameters
-            judging, edits = metric_.judge(shown_to(lite0, photos["chelsea"], gradcam), **parameters), 0
+            judging, edits = metric_.judge(shown, **parameters), 0
             edited = next(judging)
             while edited is not None:
                 edits += len(edited)
@@ -542,6 +557,7 @@ def test_map_that_ignores_the_weights_gets_a_warning(lite0, photos, method, fail
     assert ("hardly depends" in reading.words) == fails
 
 
+@pytest.mark.slow  # a property of these methods, not of the check: `edges` fails it among the fast tests
 def test_guided_backpropagation_and_deconvnet_fail_the_randomisation_check(lite0, photos):
     values = {}
     for name in ("guided_backprop", "deconvnet", "input_x_gradient"):
@@ -554,9 +570,9 @@ def test_guided_backpropagation_and_deconvnet_fail_the_randomisation_check(lite0
     assert values["input_x_gradient"] < 0.2
 
 
-def test_same_seed_gives_the_same_reading(resnet):
-    asked = job(resnet, ["gradcam"], [ClassTarget(4)])
+def test_same_seed_gives_the_same_reading(small):
+    asked = job(small, ["gradcam"], [ClassTarget(4)])
     seeded = [metric("road", steps=1, seed=2), metric("max_sensitivity", samples=1, seed=2), metric("randomisation")]
-    first, second = (evaluate(resnet, noise(0, 64), asked, seeded)[1] for _ in range(2))
+    first, second = (evaluate(small, noise(0, 64), asked, seeded)[1] for _ in range(2))
 
     assert first == second
