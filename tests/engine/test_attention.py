@@ -160,7 +160,9 @@ def test_legrad_equals_torchcams_up_to_the_number_of_blocks(load):
     assert error_ratio(result / 3, *expected) <= 1
 
 
-@pytest.mark.parametrize("name", ["timm:vit_tiny_patch16_224", "timm:deit_tiny_distilled_patch16_224"])
+@pytest.mark.parametrize(
+    "name", ["timm:test_vit", pytest.param("timm:deit_tiny_distilled_patch16_224", marks=pytest.mark.slow)]
+)
 def test_models_of_timm_are_explained_by_their_names(name):
     model = models.load(models.parse(f"{name}?weights=none&size=64"))
 
@@ -376,11 +378,11 @@ BUILT = {
         "in pvt 256 tokens see 4 summaries of them",
     ),
     "levit": (
-        lambda: timm.create_model("levit_128s", num_classes=5, img_size=SIZE),
+        lambda: timm.create_model("levit_128s", num_classes=5, img_size=SIZE, depth=(1, 1, 1)),
         "levit's blocks are not alike: 4 heads of 16 tokens, 6 heads of 4 tokens",
     ),
     "xcit": (
-        lambda: timm.create_model("xcit_nano_12_p16_224", num_classes=5),
+        lambda: timm.create_model("xcit_nano_12_p16_224", num_classes=5, depth=2),
         "xcit's attention is between 32 items that are not the patches of a known grid",
     ),
     "parallel": (

@@ -102,7 +102,7 @@ def graph(node):
 
 
 # Loading its 133 million weights takes seconds, and its in-place ReLUs are those of resnet18.
-SLOW = ("densenet121", "vgg11", "convnext_tiny", "vit_b_16")
+SLOW = ("densenet121", "vgg11", "mobilenet_v3_small", "convnext_tiny", "vit_b_16")
 
 
 @pytest.fixture(

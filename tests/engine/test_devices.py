@@ -22,7 +22,7 @@ from methods.tools import call, gap, job, noise, run
 from methods.tools import explain as explained
 from support import GPU
 
-RESNET, VIT = "torchvision:resnet18?weights=none&size=64", "timm:vit_tiny_patch16_224?weights=none&size=64"
+RESNET, VIT = "timm:test_resnet?weights=none&size=64", "timm:test_vit?weights=none&size=64"
 DEVICES = ("cpu", GPU)
 
 
@@ -97,7 +97,7 @@ def test_second_derivatives_do_not_change_attention_in_other_threads(monkeypatch
     rows = {
         "saliency": (Pass("vit", "saliency", (64, 64)), [Row(noise(0, 64), ClassTarget(1), (call("saliency"),))]),
         "curvature": (
-            Pass("vit", "curvature", (64, 64), ("blocks.5",)),
+            Pass("vit", "curvature", (64, 64), ("blocks.4",)),
             [Row(noise(0, 64), ClassTarget(1), (call("shapleycam"),))],
         ),
     }

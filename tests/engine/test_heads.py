@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torchvision.models import VisionTransformer
 
 import needs
 from camserve_server.core.errors import FailedPrecondition
@@ -12,12 +13,15 @@ from camserve_server.targets.values import RankTarget
 from engine.test_attention import FACTORIES, SIZE, vivid
 from methods.tools import FACTOR, FLOOR, doubled, error_ratio, gap, inputs, noise, run
 
-SPEC = "torchvision:vit_b_16?weights=none&size=32"
+
+def vit():
+    """Return torchvision's transformer with 12 blocks as in vit_b_16, of a twelfth of its width."""
+    return vivid(VisionTransformer(32, 16, num_layers=12, num_heads=12, hidden_dim=96, mlp_dim=192, num_classes=5))
 
 
 @pytest.fixture(scope="module")
 def model():
-    return load(parse(SPEC))
+    return load(parse("vit=engine.test_heads:vit?size=32"))
 
 
 def weights(module, images, index):

@@ -15,11 +15,12 @@ from camserve_server.engine.values import Row
 from camserve_server.models.hooks import hook_count, observe_layers
 from camserve_server.targets.values import ClassTarget, ContrastTarget
 from methods.tools import FACTOR, FLOOR, Toy, doubled, error_ratio, inputs, noise, run
+from support import loaded
 
 INDEX = 1
 FIELDS = ("mean", "std", "minimum", "maximum", "zeros", "norm")
 
-ZOO = ("torchvision:resnet18?weights=none&size=64", "timm:vit_tiny_patch16_224?weights=none&size=64")
+ZOO = ("timm:test_resnet?weights=none&size=64", "timm:test_vit?weights=none&size=64")
 ZOO += (pytest.param("torchvision:densenet121?weights=none&size=64", marks=pytest.mark.slow),)
 
 
@@ -76,7 +77,7 @@ def error(statistics, plain, truth):
 
 @pytest.fixture(scope="module", params=ZOO)
 def zoo(request):
-    return models.load(models.parse(request.param))
+    return loaded(request.param)
 
 
 def same_side(model):

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -9,9 +10,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from timm.models.resnet import BasicBlock, ResNet
 from torch import nn
-from torchvision.models import ResNet, SwinTransformer, VisionTransformer
-from torchvision.models.resnet import BasicBlock
+from torchvision.models import SwinTransformer, VisionTransformer
 
 from camserve_server.core.errors import FailedPrecondition, InvalidArgument
 from camserve_server.engine import Engine, cam
@@ -31,7 +32,7 @@ FEW = (1, 3, 5, 7, 8, 9)
 
 
 def convolutions():
-    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=5)
+    return ResNet(BasicBlock, [1, 1, 1, 1], 5, stem_width=8, channels=(16, 16, 16, 32))
 
 
 def tokens():
@@ -156,8 +157,15 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("received", [False, True])
-@pytest.mark.parametrize("name", CHANGES)
+def in_turn():
+    """Return every change of the output and of the input of layers; half of them, in turn, are for the fast tests."""
+    return [
+        pytest.param(name, received, marks=pytest.mark.slow if (place + place // 4) % 2 else ())
+        for place, (name, received) in enumerate(itertools.product(CHANGES, (False, True)))
+    ]
+
+
+@pytest.mark.parametrize(("name", "received"), in_turn())
 def test_change_equals_a_hook_placed_by_hand_to_the_bit(model, places, name, received):
     explained, before, after, axis, prefix = places
     image = noise(1, SIZE)
@@ -400,10 +408,10 @@ def test_many_targets_that_are_differentiated_together_get_the_cut_gradient(load
     ("change", "error", "field", "words"),
     [
         (
-            Intervention("fc", "silence", (128 * 4,), input=True),
+            Intervention("fc", "silence", (32,), input=True),
             InvalidArgument,
             "channels",
-            "has 512 channels, from 0",
+            "has 32 channels, from 0",
         ),
         (Intervention("fc", "replace_mean", input=True), FailedPrecondition, "replace_mean", "has none"),
         (Intervention("unused", "silence"), FailedPrecondition, "layer", "did not run"),

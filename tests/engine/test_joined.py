@@ -22,9 +22,10 @@ from methods.tools import CAMS, call, error_ratio, exact, gap, noise, plain, run
 
 SIZE, MANY = 64, 10
 SPECS = (
-    "torchvision:resnet18?weights=none&size=64",
+    "timm:test_resnet?weights=none&size=64",
     pytest.param("torchvision:mobilenet_v3_small?weights=none&size=64", marks=pytest.mark.slow),
-    "timm:convnextv2_atto?weights=none&size=64",
+    pytest.param("timm:convnextv2_atto?weights=none&size=64", marks=pytest.mark.slow),
+    "timm:test_convnext2?weights=none&size=64",
 )
 
 

@@ -7,31 +7,31 @@ import pytest
 import torch
 from torch import nn
 
-from camserve_server import models
 from camserve_server.core.errors import OutOfMemory
 from camserve_server.engine import score
 from camserve_server.engine.values import Row
 from camserve_server.methods.values import Edit
 from camserve_server.targets.values import ClassTarget
 from methods.tools import Toy, error_ratio, exact, inputs, noise, plain, run
+from support import loaded
 
 SIZE = 64
-TOKENS, WINDOWS = "timm:vit_tiny_patch16_224?weights=none&size=64", "torchvision:swin_t?weights=none&size=64"
 LAYERS = {
-    "torchvision:resnet18?weights=none&size=64": ("layer4", "layer3.0.conv2", "layer1"),
-    TOKENS: ("blocks.11.norm1", "blocks.10"),
-    WINDOWS: ("norm", "features.5.3.attn"),
+    "timm:test_resnet?weights=none&size=64": ("layer4", "layer3.0.conv2", "layer1"),
+    "timm:test_vit?weights=none&size=64": ("blocks.5.norm1", "blocks.4"),
+    "windows=engine.test_interventions:channels_last?size=64": ("norm", "features.5.0.attn"),
 }
 """Layers by model: at the end and before it, inside a residual block, channels first, channels last and tokens."""
 
 
 @pytest.fixture(scope="module", params=LAYERS)
 def model(request):
-    return models.load(models.parse(request.param))
+    return loaded(request.param)
 
 
-def layers_of(model):
-    return LAYERS[f"{model.info.source}?weights=none&size=64"]
+@pytest.fixture(scope="module")
+def layers(model):
+    return next(layers for spec, layers in LAYERS.items() if model.info.source in spec)
 
 
 def edits(image, channels, targets=(1,)):
@@ -85,9 +85,9 @@ def counted(module):
         yield calls
 
 
-def test_outputs_with_silenced_channels_are_as_exact_as_plain_float32(model):
+def test_outputs_with_silenced_channels_are_as_exact_as_plain_float32(model, layers):
     rows = [*edits(noise(0, SIZE), (0, None, 5)), *edits(noise(1, SIZE), (7, 2), (1, 3))]
-    for layer in layers_of(model):
+    for layer in layers:
         float32, truth = by_hand(plain(model), rows, layer), by_hand(exact(model), rows, layer)
         assert error_ratio(logits(model, rows, layer), float32, truth) <= 1, layer
         assert model.runs_versions[layer]
