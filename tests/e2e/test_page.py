@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=need
 
 @pytest.fixture(scope="module")
 def served():
-    models = ("efficientnet_lite0", "vit=timm:vit_tiny_patch16_224?weights=none")
+    models = ("efficientnet_lite0", "vit=timm:test_vit?weights=none")
     with serving(models=models, http_address="0") as server:
         yield server
 
@@ -476,7 +476,7 @@ def test_components_concepts_and_heads_are_those_of_the_client(page, client):
 
 
 CHANNELS = (
-    "grey=torchvision:resnet18?weights=none&size=64&channels=1",
+    "grey=timm:resnet10t?weights=none&size=64&channels=1",
     "bands=timm:resnet10t?weights=none&size=64&channels=12",
 )
 DRAWN = """() => {
@@ -677,8 +677,9 @@ def connect_with(page, secret):
 
 
 @pytest.mark.skipif(not AXE.is_file(), reason=needs.AXE)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("viewport", [{"width": 1280, "height": 900}, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize(
+    ("scheme", "viewport"), [("light", {"width": 1280, "height": 900}), ("dark", NARROW)], ids=["light", "dark"]
+)
 def test_accessibility_checker_finds_nothing(opened, scheme, viewport):
     page = opened(script=AXE.read_text(), color_scheme=scheme)
     page.set_viewport_size(viewport)
