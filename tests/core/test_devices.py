@@ -18,7 +18,7 @@ from camserve_server.models import parse
 from rounding import check_same
 from support import PHOTOS, serving, wait_until
 
-NET = "torchvision:resnet18?weights=none&size=64"
+NET = "timm:test_resnet?weights=none&size=64"
 IMAGES = [path.read_bytes() for path in PHOTOS.values()]
 
 

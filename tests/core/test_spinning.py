@@ -238,6 +238,7 @@ print("as expected")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CORES == 1, reason="with one core, threads of OpenMP never spin")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the threads of a process from /proc")
 def test_threads_that_wait_sleep_beside_a_sleeping_team():

@@ -22,10 +22,17 @@ from camserve_server.methods import METHODS, Baseline, Cam, Perturbation, Salien
 from camserve_server.metrics import METRICS
 from camserve_server.targets.values import ClassTarget, ContrastTarget, RankTarget
 from methods.tools import Toy, call, error_ratio, exact, explain, job, noise, plain, run
+from support import loaded
 
 IMAGE = noise(0, 64)
 THREE = (RankTarget(0), ClassTarget(5), ContrastTarget(1, 2))
 THREE_OF_FIVE = (RankTarget(0), ClassTarget(4), ContrastTarget(1, 2))
+
+
+@pytest.fixture(scope="module")
+def resnet():
+    """A smaller model than in other folders."""
+    return loaded("timm:test_resnet?weights=none&size=64")
 
 
 @pytest.mark.parametrize(
@@ -437,6 +444,7 @@ def test_failed_repeat_cancels_the_others(resnet):
     assert engine.rows < 200
 
 
+@pytest.mark.slow  # the import of captum takes seconds
 def test_surrogate_creates_masks_only_when_they_are_used(resnet):
     pytest.importorskip("captum")
     evaluate(resnet, [call("kernel_shap", samples=32)], [], FakeEngine())  # for its imports, which must not count

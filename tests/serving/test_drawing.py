@@ -179,8 +179,14 @@ WORST = {
 SMALL = 2_000_000  # bytes of bands, of a compressor and of a default path's arrays, which do not grow with the picture
 
 
-@pytest.mark.parametrize(("options", "kind"), list(itertools.product(LOADS, WORST)))
-@pytest.mark.parametrize("size", [(900, 1200), (1500, 500), (100, 80)])
+def loads():
+    """Return every combination of options, map and size; those with the two hardest maps are for the fast tests."""
+    for options, kind, size in itertools.product(LOADS, WORST, [(900, 1200), (1500, 500), (100, 80)]):
+        fast = (kind, size) in (("noise", (900, 1200)), ("dots", (1500, 500)), ("noise", (100, 80)))
+        yield pytest.param(options, kind, size, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("options", "kind", "size"), list(loads()))
 def test_drawing_takes_no_more_memory_than_estimated(options, kind, size):
     photo = np.full((*size, 3), 120, np.uint8)
     maps = [WORST[kind]((224, 224)) for _ in range(2)]

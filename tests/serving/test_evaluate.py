@@ -14,7 +14,7 @@ from camserve_server.metrics import METRICS
 from rounding import check_same
 from support import PHOTOS, serving, wait_until
 
-SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
+SMALL = "small=timm:test_resnet?weights=none&size=64"
 ROWS = 100
 
 

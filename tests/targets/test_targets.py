@@ -41,8 +41,15 @@ from methods.tools import (
     noise,
     run,
 )
+from support import loaded
 
 LOGITS = torch.tensor([[0.5, 3.0, -1.0, 2.0], [9.0, -9.0, 4.0, 1.0], [0.0, 1.0, 2.0, 3.0]])
+
+
+@pytest.fixture(scope="module")
+def resnet():
+    """A smaller model than in other folders."""
+    return loaded("timm:test_resnet?weights=none&size=64")
 
 
 @pytest.fixture
