@@ -1,6 +1,7 @@
 """Attention methods equal the papers' formulas in float64 and torchcam, and unsupported models are refused."""
 
 import copy
+import functools
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
@@ -77,20 +78,19 @@ def vivid(model):
     return model
 
 
+@functools.cache
+def vivid_model(name):
+    """Load one of the models above. Tests of several files share it, so they must not change it."""
+    module = type("planted", (), {"make": staticmethod(lambda: vivid(FACTORIES[name][0]()))})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "planted", module)
+        return models.load(models.ModelSpec(name, "planted", "make", size=SIZE))
+
+
 @pytest.fixture(scope="module")
 def load():
-    """Return a function that loads the models above, each once."""
-    kept = {}
-
-    def make(name):
-        if name not in kept:
-            module = type("planted", (), {"make": staticmethod(lambda: vivid(FACTORIES[name][0]()))})
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setitem(sys.modules, "planted", module)
-                kept[name] = models.load(models.ModelSpec(name, "planted", "make", size=SIZE))
-        return kept[name]
-
-    return make
+    """Return the function that loads the models above."""
+    return vivid_model
 
 
 def answer(model, method, image, target=None, **parameters):

@@ -10,7 +10,7 @@ from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.values import Row
 from camserve_server.models import load, parse
 from camserve_server.targets.values import RankTarget
-from engine.test_attention import FACTORIES, SIZE, vivid
+from engine.test_attention import SIZE, vivid, vivid_model
 from methods.tools import FACTOR, FLOOR, doubled, error_ratio, gap, inputs, noise, run
 
 
@@ -92,8 +92,8 @@ READ = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_heads_of_timm_equal_the_attention_by_hand(plant, name):
-    model = plant(lambda: vivid(FACTORIES[name][0]()), size=SIZE)
+def test_heads_of_timm_equal_the_attention_by_hand(name):
+    model = vivid_model(name)
     (found,) = run(model, [Row(noise(4, SIZE), RankTarget(0))], ["blocks.1"], "heads")
     plain, truth = (
         READ[name](attention_by_hand(module, seen, *[module.blocks[1].attn.qkv] * 2, 2)).unflatten(-1, (4, 4))[0]

@@ -80,6 +80,11 @@ def zoo(request):
     return loaded(request.param)
 
 
+@pytest.fixture(scope="module")
+def small():
+    return loaded(ZOO[0])
+
+
 def same_side(model):
     """Readings and the oracle's tensors for an image in which rounding moves no value across zero in a ReLU.
 
@@ -137,11 +142,11 @@ def test_inspection_does_not_change_the_model_or_its_prediction(zoo):
     assert not any(parameter.requires_grad or parameter.grad is not None for parameter in zoo.module.parameters())
 
 
-def test_rows_of_one_batch_are_measured_independently(resnet):
+def test_rows_of_one_batch_are_measured_independently(small):
     rows = [Row(noise(0, 64), ClassTarget(1)), Row(noise(1, 64), ContrastTarget(2, 3))]
-    together = run(resnet, rows, kind="inspect")
+    together = run(small, rows, kind="inspect")
 
-    assert [each.readings for each in together] == [run(resnet, [row], kind="inspect")[0].readings for row in rows]
+    assert [each.readings for each in together] == [run(small, [row], kind="inspect")[0].readings for row in rows]
     assert together[0].readings != together[1].readings
 
 
@@ -314,15 +319,15 @@ def test_error_in_the_forward_pass_leaves_no_hook(resnet):
 
 
 @pytest.mark.parametrize("layer", ["layer1", "layer2.0.bn1", "layer4"])
-def test_features_are_the_layers_output_and_weights_its_mean_gradient(resnet, layer):
+def test_features_are_the_layers_output_and_weights_its_mean_gradient(small, layer):
     rows = [Row(noise(0, 64), ClassTarget(each)) for each in (1, 2)] + [Row(noise(1, 64), ClassTarget(1))]
-    results, in_float64 = run(resnet, rows, [layer], kind="features"), doubled(resnet.module)
+    results, in_float64 = run(small, rows, [layer], kind="features"), doubled(small.module)
 
     for row, result in zip(rows, results, strict=True):
-        image = inputs(resnet, row.image)
+        image = inputs(small, row.image)
         plain, truth = (
             oracle(module, image.to(precision), row.target.index)[layer]
-            for module, precision in ((resnet.module, torch.float32), (in_float64, torch.float64))
+            for module, precision in ((small.module, torch.float32), (in_float64, torch.float64))
         )
         assert error_ratio(result.features[0], plain[0][0], truth[0][0]) <= 1
         assert error_ratio(result.maps[0][0], *(gradient[0].mean((1, 2)) for _, gradient in (plain, truth))) <= 1

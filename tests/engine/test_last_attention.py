@@ -1,7 +1,6 @@
 """Grad-ECLIP on the last attention of transformers equals the formula written out, and other models are refused."""
 
 import copy
-import sys
 
 import numpy as np
 import pytest
@@ -10,14 +9,13 @@ from torch import nn
 from torch.nn import functional
 from torchvision import models as zoo
 
-from camserve_server import models
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.values import Row
 from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods.values import MethodCall
 from camserve_server.models import hooks
 from camserve_server.targets.values import ClassTarget, ContrastTarget
-from engine.test_attention import FACTORIES, SIZE, vivid
+from engine.test_attention import FACTORIES, SIZE, vivid, vivid_model
 from methods.tools import call, doubled, error_ratio, exact, explain, gap, inputs, job, noise, run
 
 METHOD = "gradeclip"
@@ -26,18 +24,8 @@ NAMES = ("class token", "distilled", "registers", "mean of patches", "attention 
 
 @pytest.fixture(scope="module")
 def load():
-    """Return a function that loads a model, each once."""
-    kept = {}
-
-    def make(name):
-        if name not in kept:
-            module = type("planted", (), {"make": staticmethod(lambda: vivid(FACTORIES[name][0]()))})
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setitem(sys.modules, "planted", module)
-                kept[name] = models.load(models.ModelSpec(name, "planted", "make", size=SIZE))
-        return kept[name]
-
-    return make
+    """Return the function that loads a model."""
+    return vivid_model
 
 
 def answer(model, image, target=None):

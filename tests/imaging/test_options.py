@@ -1,6 +1,7 @@
 """Options of drawing: signs, scales, thresholds, fading, contour lines, outlines and colour bars on pictures."""
 
 import io
+import itertools
 
 import numpy as np
 import pytest
@@ -318,13 +319,21 @@ HOSTILE_MAPS = {
 EVERYTHING = {"contour_lines": 16, "color_bar": True, "fade": True}
 
 
-@pytest.mark.parametrize("raw", HOSTILE_MAPS.values(), ids=HOSTILE_MAPS)
-@pytest.mark.parametrize("sign", ["positive", "negative", "both", "absolute"])
-@pytest.mark.parametrize("profile", ["paper", "grad-cam", "torchcam", "captum"])
-@pytest.mark.parametrize(
-    ("shape", "seen"),
-    [((1, 1), Box(0, 0, 1, 1)), ((16, 20), Box(-30.5, -3, 40, 90)), ((2, 300), Box(20, -500, 21, 502))],
-)
+def hostile():
+    """Return every combination; for the fast tests only one of three, in turn, so that each pair of values occurs."""
+    shapes = [((1, 1), Box(0, 0, 1, 1)), ((16, 20), Box(-30.5, -3, 40, 90)), ((2, 300), Box(20, -500, 21, 502))]
+    signs, profiles = ("positive", "negative", "both", "absolute"), ("paper", "grad-cam", "torchcam", "captum")
+    for numbers in itertools.product(range(len(HOSTILE_MAPS)), range(4), range(4), range(3)):
+        name, sign, profile, (shape, seen) = (
+            each[number] for each, number in zip((list(HOSTILE_MAPS), signs, profiles, shapes), numbers, strict=True)
+        )
+        marks = pytest.mark.slow if sum(numbers) % 3 else ()
+        yield pytest.param(
+            HOSTILE_MAPS[name], sign, profile, shape, seen, marks=marks, id=f"{name}-{sign}-{profile}-{shape}"
+        )
+
+
+@pytest.mark.parametrize(("raw", "sign", "profile", "shape", "seen"), list(hostile()))
 def test_every_option_accepts_every_map_and_photo(raw, sign, profile, shape, seen):
     if sign == "both" and profile in {"grad-cam", "torchcam"}:
         profile = "paper"

@@ -55,6 +55,8 @@ def raster(contour, size):
     return fine[1::2, 1::2]
 
 
+SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed > 1 else ()) for seed in range(6)]
+
 THRESHOLDS = [("quantile", 0.0), ("quantile", 0.5), ("quantile", 0.8), ("quantile", 0.97), ("quantile", 1.0)] + [
     ("mass", share) for share in (0.0, 0.3, 0.5, 0.9, 1.0)
 ]
@@ -62,7 +64,7 @@ THRESHOLDS = [("quantile", 0.0), ("quantile", 0.5), ("quantile", 0.8), ("quantil
 
 @pytest.mark.parametrize("threshold", THRESHOLDS, ids=lambda threshold: f"{threshold[0]} {threshold[1]}")
 @pytest.mark.parametrize("sign", ["positive", "negative", "both", "absolute"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_regions_are_those_of_scikit_image(seed, sign, threshold):
     values = random_map(seed, sign=sign)
     found, expected = find(values, threshold=threshold), components(values, threshold)
@@ -94,7 +96,7 @@ PHOTOS = [
 
 @pytest.mark.parametrize(("seen", "size"), PHOTOS)
 @pytest.mark.parametrize("sign", ["positive", "both"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_pixel_of_the_photo_belongs_to_the_region_that_contains_its_centre(seed, sign, seen, size):
     values = random_map(seed, sign=sign)
     strengths = np.abs(values)
