@@ -282,10 +282,15 @@ def test_labels_are_those_of_the_config_without_placeholders(folder):
     ("problem", "task"),
     [("multi_label_classification", "multilabel"), ("regression", "regress"), (None, "classify")],
 )
-def test_operators_task_overrides_that_of_the_config(folder, problem, task):
+def test_task_is_that_of_the_config(folder, problem, task):
     changed(folder, problem_type=problem)
 
     assert loaded(folder).info.task == task
+
+
+def test_operators_task_overrides_that_of_the_config(folder):
+    changed(folder, problem_type="regression")
+
     assert loaded(folder, "?task=embed").info.task == "embed"
 
 

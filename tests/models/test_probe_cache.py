@@ -52,7 +52,6 @@ def file_in(folder):
     [
         "efficientnet_lite0?size=64",
         NET,
-        "timm:test_vit?weights=none&size=64",
         "timm:test_vit?weights=none&size=64&classes=0",
         pytest.param("torchvision:lraspp_mobilenet_v3_large?weights=none&size=64", marks=pytest.mark.slow),
         pytest.param("torchvision:ssdlite320_mobilenet_v3_large?weights=none&size=128", marks=pytest.mark.slow),

@@ -38,6 +38,8 @@ SIMILAR = ("table_transformer", "dab_detr", "lw_detr")
 FAMILIES = tuple(name for name in small_transformers.DETECTORS if name not in SIMILAR)
 FAST = ("detr", "rt_detr", "yolos")
 """Families whose outputs and grids differ most: softmax or sigmoid, one scale or several, convolutions or tokens."""
+SERVED = ("detr", "yolos")
+"""Those of the tests through a server, for which a model is loaded again."""
 DIFFERENT = ("detr", "deformable_detr", "rt_detr", "d_fine", "yolos")
 QUERIES = small_transformers.QUERIES
 
@@ -111,7 +113,7 @@ def served(folders):
 PHOTO_OF = dict(zip(FAMILIES, itertools.cycle(["chelsea", "rocket"]), strict=False))
 
 
-@pytest.mark.parametrize("family", slow_except(FAST, FAMILIES))
+@pytest.mark.parametrize("family", slow_except(SERVED, FAMILIES))
 def test_predictions_are_all_objects_that_transformers_returns(family, folders, served):
     name = PHOTO_OF[family]
     pixels = photo(name)
@@ -365,7 +367,7 @@ def contrast_by_hand(folder, model, family, classes, image):
     return gradcam_of(score, folder, layer, image)
 
 
-@pytest.mark.parametrize("family", ["detr", "rt_detr"])
+@pytest.mark.parametrize("family", slow_except(SERVED, ["detr", "rt_detr"]))
 def test_contrast_of_objects_names_both_classes_and_replays(family, served):
     with camserve.Client(served(family)) as client:
         (first,) = client.explain(PHOTOS["chelsea"], model=family, max_predictions=1).predictions

@@ -34,6 +34,8 @@ FAMILIES = (*PLAIN, *UNIVERSAL)
 BLUE_FIRST = ("mobilevit",)
 FAST = ("segformer", "mobilevit", "mask2former")
 """One family of each kind: of plain logits, of those that take blue first, and of queries."""
+SERVED = ("segformer", "mask2former")
+"""Those of the tests through a server, for which a model is loaded again."""
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ def class_map_of_transformers(family, folder, pixels):
 PHOTO_OF = dict(zip(FAMILIES, itertools.cycle(["chelsea", "rocket"]), strict=False))
 
 
-@pytest.mark.parametrize("family", slow_except(FAST, FAMILIES))
+@pytest.mark.parametrize("family", slow_except(SERVED, FAMILIES))
 def test_class_of_each_pixel_is_that_of_transformers(family, folders, served):
     name = PHOTO_OF[family]
     expected = class_map_of_transformers(family, folders[family], photo(name))
@@ -191,7 +193,7 @@ def test_instances_are_those_of_transformers_with_boxes_around_their_masks(famil
     assert result.explanations[0].overlay
 
 
-@pytest.mark.parametrize("family", slow_except(FAST, FAMILIES))
+@pytest.mark.parametrize("family", slow_except(SERVED, FAMILIES))
 def test_region_and_class_name_a_segment_of_any_family(family, served):
     box = camserve.Box(100, 50, 220, 160)
     with camserve.Client(served(family)) as client:
