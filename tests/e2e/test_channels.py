@@ -25,7 +25,7 @@ from support import serving
 
 CHANNELS = {"grey": 1, "bands": 12}
 SPECS = {
-    "grey": "grey=torchvision:resnet18?weights=none&size=64&channels=1&mean=0.4&std=0.25&accelerate=false",
+    "grey": "grey=timm:resnet10t?weights=none&size=64&channels=1&mean=0.4&std=0.25&accelerate=false",
     "bands": "bands=timm:resnet10t?weights=none&size=64&channels=12&mean=0.4&std=0.25&accelerate=false",
 }
 TOP = {"uint8": 255, "uint16": 65535, "float32": 1}

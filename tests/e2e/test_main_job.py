@@ -234,8 +234,7 @@ def random_request(served, client, images, chance, number):
     return "OK"
 
 
-@pytest.mark.parametrize("requests", [120, pytest.param(500, marks=pytest.mark.slow)])
-def test_mixed_requests_leave_the_models_as_they_were(served, client, requests):
+def test_mixed_requests_leave_the_models_as_they_were(served, client):
     """Also after errors and cancellations, no hook remains and no parameter has changed."""
     engine = served.pipeline.batcher._workers[0].run.__self__
     before = {name: digest(model.module) for name, model in engine._models.items()}
@@ -243,9 +242,7 @@ def test_mixed_requests_leave_the_models_as_they_were(served, client, requests):
     chance = random.Random(3)
 
     with ThreadPoolExecutor(24) as threads:
-        outcomes = list(
-            threads.map(lambda number: random_request(served, client, images, chance, number), range(requests))
-        )
+        outcomes = list(threads.map(lambda number: random_request(served, client, images, chance, number), range(120)))
 
     assert {"OK", "InvalidArgument", "NotFound", "DeadlineExceeded", "Cancelled"} == set(outcomes)
     for name, model in engine._models.items():
