@@ -62,7 +62,7 @@ MODEL = "tiny=balanced_nets:net?size=32"
 FLAGS = ("--isolation", "thread", "--threads", "1", "--log-format", "json")
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 -- no server listens there
 
-pytestmark = pytest.mark.skipif(not shutil.which("haproxy"), reason=needs.HAPROXY)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not shutil.which("haproxy"), reason=needs.HAPROXY)]
 
 
 class Server:

@@ -14,6 +14,7 @@ import needs
 from support import PHOTOS, serving
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow  # tests/api/test_open_inference.py has the protocol itself
 PYTHON = ROOT / ".venv-triton/bin/python"
 LABELS = ("cat", "dog", "owl", "bee", "elk")
 PAGE = (ROOT / "docs/triton-and-kserve.md").read_text(encoding="utf-8")
