@@ -259,11 +259,10 @@ def test_model_without_half_precision_runs_by_autocast_and_is_logged(middle, rea
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["coffee", "chelsea"])
-def test_bfloat16_maps_of_photos_resemble_float32_maps(name, lite0, photos):
+def test_bfloat16_maps_of_a_photo_resemble_float32_maps(lite0, photos):
     """Measured for Grad-CAM, the smallest of three photos: 0.9986."""
     half = models.load(parse("efficientnet_lite0?precision=bfloat16"))
-    rows = [Row(photos[name], RankTarget(0), METHODS)]
+    rows = [Row(photos["coffee"], RankTarget(0), METHODS)]
     ((actual,), (expected,)) = (run(variant, rows, [lite0.info.default_layer]) for variant in (half, lite0))
     assert actual.target == expected.target
     assert min(map(cosine, actual.maps[0], expected.maps[0])) > 0.997

@@ -281,7 +281,6 @@ EVERY_LAYER = [
         pytest.param(arch, marks=pytest.mark.slow)
         for arch in (
             "torchvision:mobilenet_v3_small",
-            "torchvision:densenet121",
             "torchvision:swin_t",
             "timm:test_maxvit",
         )

@@ -240,7 +240,6 @@ def detector(name, **options):
 DETECTORS = {
     "ssdlite320_mobilenet_v3_large": {},
     "fasterrcnn_mobilenet_v3_large_320_fpn": {"box_score_thresh": 0.0},
-    "retinanet_resnet50_fpn": {"score_thresh": 0.0},
 }
 
 
