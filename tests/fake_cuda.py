@@ -65,11 +65,16 @@ class Driver:
 
     Attributes:
         folder: the folder of the library and its log.
-        environment: variables of the library, with which a new process also loads it.
+        environment: variables of the library.
     """
 
     folder: Path
     environment: dict[str, str]
+
+    @property
+    def search_path(self):
+        """The variable with which a new process loads the library."""
+        return {"LD_LIBRARY_PATH": str(self.folder)}
 
     @property
     def load(self):
@@ -97,4 +102,4 @@ def compile_driver(folder, version=99_000):
     subprocess.run([compiler, "-shared", "-fPIC", f"-Wl,-soname,{NAME}", "-o", folder / NAME, source], check=True)
     fakes = {"LOG": folder / "log", "GATE": folder / "gate", "VERSION": version}
     environment = {f"FAKE_CUDA_{name}": str(value) for name, value in fakes.items()}
-    return Driver(folder, environment | {"LD_LIBRARY_PATH": str(folder)})
+    return Driver(folder, environment)

@@ -133,6 +133,8 @@ def served(folder, driver, *arguments, forked=True):
     settings = {"ready": False, "forked": forked, "cwd": folder, "environment": driver.environment}
     if forked:
         settings["program"] = f"{driver.load}\n{forked_programs.SERVER}"
+    else:
+        settings["environment"] = driver.environment | driver.search_path
     with server_process((MODEL,), *arguments, **settings) as server:
         yield server
 
