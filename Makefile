@@ -7,6 +7,9 @@ RAY_VENV := .venv-ray
 YOLO_VENV := .venv-yolo
 DOCS_VENV := .venv-docs
 DIST_VENV := .venv-dist
+# Python compiles modules when it first imports them, which are few of those of torch and transformers.
+PIP_FLAGS := -q --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 PROTO_BIN := $(PROTO_VENV)/bin
 TRITON_VENV := .venv-triton
 TRITON_NEEDS := tests/e2e/requirements-triton.txt
@@ -28,18 +31,18 @@ setup: $(VENV)/.done  ## create the .venv with all dependencies
 
 $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[server,dev]"
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e ".[server,dev]"
 	touch $@
 
 $(PROTO_VENV)/.done:
 	$(PYTHON) -m venv $(PROTO_VENV)
-	$(PROTO_BIN)/python -m pip install -q --disable-pip-version-check grpcio-tools==1.76.0 mypy-protobuf==5.1.0 protobuf==6.33.6
+	$(PROTO_BIN)/python -m pip install $(PIP_FLAGS) grpcio-tools==1.76.0 mypy-protobuf==5.1.0 protobuf==6.33.6
 	touch $@
 
 # tritonclient needs an older protobuf than ours, so it gets its own venv.
 $(TRITON_VENV)/.done: $(TRITON_NEEDS)
 	$(PYTHON) -m venv $(TRITON_VENV)
-	$(TRITON_VENV)/bin/python -m pip install -q --disable-pip-version-check -r $(TRITON_NEEDS)
+	$(TRITON_VENV)/bin/python -m pip install $(PIP_FLAGS) -r $(TRITON_NEEDS)
 	touch $@
 
 # Only the server has stubs of the Open Inference Protocol, and its service is registered by hand: see api/oip/. The
@@ -107,7 +110,7 @@ test-processors: setup  ## run the parity and capture tests as on other processo
 
 $(RAY_VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(RAY_VENV)
-	$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[server,ray,dev]"
+	$(RAY_VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e ".[server,ray,dev]"
 	touch $@
 
 test-ray: $(RAY_VENV)/.done  ## run the tests on a Ray cluster of this machine, in a venv of their own: some minutes
@@ -117,7 +120,7 @@ test-ray: $(RAY_VENV)/.done  ## run the tests on a Ray cluster of this machine, 
 # same module as ours; the headless package of Ultralytics needs ours.
 $(YOLO_VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(YOLO_VENV)
-	$(YOLO_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[server,dev]" "ultralytics-opencv-headless>=8.4"
+	$(YOLO_VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e ".[server,dev]" "ultralytics-opencv-headless>=8.4"
 	touch $@
 
 test-yolo: $(YOLO_VENV)/.done  ## compare examples/yolo.py with Ultralytics, in a venv of its own: a minute or two
@@ -136,7 +139,7 @@ fuzz: setup  ## send 5,000 mutants of images and of messages to a server; SEED=N
 $(DIST_VENV)/.done: tools/dist.lock
 	rm -rf $(DIST_VENV)
 	$(PYTHON) -m venv $(DIST_VENV)
-	$(DIST_VENV)/bin/python -m pip install -q --disable-pip-version-check --require-hashes -r tools/dist.lock
+	$(DIST_VENV)/bin/python -m pip install $(PIP_FLAGS) --require-hashes -r tools/dist.lock
 	touch $@
 
 # The second build is of what is committed, in another folder and with other file permissions.
@@ -163,7 +166,7 @@ release-files: dist  ## make all files of a release in dist/, and check them: wh
 	cd dist && sha256sum *.whl *.tar.gz *.cdx.json > SHA256SUMS
 	$(DIST_VENV)/bin/twine check --strict dist/*.whl dist/*.tar.gz
 	$(PYTHON) -m venv --clear .distcheck
-	.distcheck/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt dist/*.whl
+	.distcheck/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt dist/*.whl
 	cd .distcheck && bin/camserve --version && bin/python -c "import importlib.util, sys; sys.exit(bool(importlib.util.find_spec('torch')))"
 	rm -rf .distcheck
 
@@ -224,7 +227,7 @@ sync-check: setup
 # The site needs no torch: docs/conf.py replaces it. So its venv takes seconds to install.
 $(DOCS_VENV)/.done: pyproject.toml constraints.txt docs/requirements.txt
 	$(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -r docs/requirements.txt -e .
+	$(DOCS_VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -r docs/requirements.txt -e .
 	touch $@
 
 docs: $(DOCS_VENV)/.done  ## build the site of the documentation into docs/_build/html, strictly: less than a minute
