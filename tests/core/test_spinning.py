@@ -267,7 +267,9 @@ def threads_of_torch():
     return numbers
 
 
-def test_callers_number_of_threads_returns_after_the_last_explainer():
+def test_callers_number_of_threads_returns_after_the_last_explainer(monkeypatch):
+    # Those of other tests' servers, which may run in this process, do not count.
+    monkeypatch.setattr(torch_threads, "restored", torch_threads._Restoration().block)
     before = threads_of_torch()
     explainers = [Explainer(small_network(), size=16, settings={"threads": before[1] + more}) for more in (1, 2)]
     assert threads_of_torch() == [before[0], before[1] + 2]

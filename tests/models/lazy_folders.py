@@ -20,6 +20,6 @@ class Folders(dict):
         return self[name]
 
 
-def slow_except(fast, names):
-    """Return parameters of a test: those names that are not in `fast` are for the slow part."""
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+def marked_except(mark, unmarked, names):
+    """Return names as parameters of a test, with a mark but for those in `unmarked`."""
+    return [pytest.param(name, marks=() if name in unmarked else mark) for name in names]

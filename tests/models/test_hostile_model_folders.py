@@ -15,7 +15,7 @@ import needs
 from camserve_server import models
 from camserve_server.core.errors import ConfigError
 from camserve_server.models import parse
-from models.lazy_folders import Folders, slow_except
+from models.lazy_folders import Folders, marked_except
 
 hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
 
@@ -31,7 +31,7 @@ def originals(tmp_path_factory):
     return Folders(small_transformers.save, tmp_path_factory.mktemp("originals"))
 
 
-@pytest.fixture(params=slow_except(FAST, KINDS))
+@pytest.fixture(params=marked_except(pytest.mark.slow, FAST, KINDS))
 def folder(request, originals, tmp_path):
     """Return a copy of a folder of each kind, for tests that change it."""
     return shutil.copytree(originals[request.param], tmp_path / request.param)
@@ -107,7 +107,7 @@ def test_pickle_is_never_read(folder, monkeypatch):
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("kind", slow_except(FAST, WITH_BACKBONE))
+@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, FAST, WITH_BACKBONE))
 @pytest.mark.parametrize("options", ["", "?weights=none"])
 @pytest.mark.parametrize("backbone", ["owner/name", "hf-hub:owner/name", "local-dir:/elsewhere", "../elsewhere"])
 def test_backbone_elsewhere_is_refused_without_a_connection(kind, options, backbone, originals, tmp_path, offline):
@@ -119,7 +119,7 @@ def test_backbone_elsewhere_is_refused_without_a_connection(kind, options, backb
     assert not offline
 
 
-@pytest.mark.parametrize("kind", slow_except(FAST, WITH_BACKBONE))
+@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, FAST, WITH_BACKBONE))
 def test_backbone_by_name_alone_is_not_looked_for(kind, originals, tmp_path, offline):
     """transformers would ask the Hub whether it has a repository of that name."""
     folder = shutil.copytree(originals[kind], tmp_path / kind)

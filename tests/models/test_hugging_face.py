@@ -25,7 +25,7 @@ from camserve_server.models.huggingface import folder as folder_checks
 from camserve_server.models.huggingface import loading
 from camserve_server.targets.values import ClassTarget
 from methods.tools import call, error_ratio, explain, inputs, job, maps, noise
-from models.lazy_folders import slow_except
+from models.lazy_folders import marked_except
 from support import PHOTOS, serving
 
 hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
@@ -137,7 +137,7 @@ def served(zoo):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("photo", slow_except(["chelsea"], ["chelsea", "rocket"]))
+@pytest.mark.parametrize("photo", marked_except(pytest.mark.slow, ["chelsea"], ["chelsea", "rocket"]))
 def test_predictions_equal_those_of_transformers_pipeline(kind, photo, zoo, served):
     pipeline = hf.pipeline("image-classification", model=str(zoo / kind), device="cpu", top_k=5)
     expected = {entry["label"]: entry["score"] for entry in pipeline(Image.open(PHOTOS[photo]).convert("RGB"))}
@@ -197,7 +197,7 @@ def maps_by_hand(net, layer, image):
     }
 
 
-@pytest.mark.parametrize("kind", slow_except(("vit", "resnet"), KINDS))
+@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, ("vit", "resnet"), KINDS))
 def test_every_method_explains_it_or_says_what_is_missing(kind, zoo):
     model, refused = loaded(zoo / kind), {}
     for name, method in METHODS.items():

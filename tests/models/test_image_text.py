@@ -21,7 +21,7 @@ from camserve_server.models.text import TextTower
 from camserve_server.targets.values import ClassTarget, ContrastTarget, RankTarget, SimilarityTarget, TextTarget
 from methods.tools import call, error_ratio, explain, gap, inputs, job, noise, run
 from models.image_text_folders import KINDS, SIDE, TEXTS, save, tokens_of
-from models.lazy_folders import slow_except
+from models.lazy_folders import marked_except
 from support import serving
 
 hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
@@ -164,7 +164,7 @@ def test_predictions_equal_transformers_zero_shot_classification(kind, zoo, serv
     assert [explanation.target.class_index for explanation in result.explanations] == order[:2]
 
 
-@pytest.mark.parametrize("kind", slow_except(FAST, KINDS))
+@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, FAST, KINDS))
 def test_maps_of_texts_equal_those_from_autograd(kind, zoo, loaded):
     model, image = loaded[kind], noise(1, SIDE)
     targets = [TextTarget("a red photo"), ClassTarget(2), ContrastTarget(0, 1)]
@@ -176,7 +176,7 @@ def test_maps_of_texts_equal_those_from_autograd(kind, zoo, loaded):
         check(explanation, model, zoo[kind], image, texts, score)
 
 
-@pytest.mark.parametrize("kind", slow_except(FAST, KINDS))
+@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, FAST, KINDS))
 def test_neighbours_with_other_texts_change_nothing(kind, zoo, loaded):
     model, pictures = loaded[kind], [noise(seed, SIDE) for seed in (5, 6, 7)]
     texts = ("cat", "dog", "photo", "no", "cats")
@@ -206,7 +206,7 @@ def stacked(embeddings, texts):
     return np.stack([embeddings[text] for text in texts])
 
 
-@pytest.mark.parametrize("kind", slow_except(["clip"], KINDS))
+@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, ["clip"], KINDS))
 def test_every_method_explains_a_text_or_says_what_is_missing(kind, loaded):
     model, refused = loaded[kind], {}
     for name, method in METHODS.items():
@@ -260,7 +260,7 @@ def test_grad_eclip_equals_the_formula_on_transformers_own_modules(zoo, loaded):
     assert error_ratio(found.heatmap, plain, truth) <= 1
 
 
-@pytest.mark.parametrize("kind", slow_except(FAST, KINDS))
+@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, FAST, KINDS))
 def test_grad_eclip_of_a_batch_equals_that_of_each_row(kind, loaded):
     model, pictures = loaded[kind], [noise(seed, SIDE) for seed in (1, 2)]
     embeddings = embedded(model, ["cat", "dog"])

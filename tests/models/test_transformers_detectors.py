@@ -22,7 +22,7 @@ from camserve_server.models.grid import to_grid
 from camserve_server.models.values import Pass
 from camserve_server.targets.values import DetectionTarget, RankTarget
 from methods.tools import call, error_ratio
-from models.lazy_folders import Folders, slow_except
+from models.lazy_folders import Folders, marked_except
 from support import PHOTOS, serving
 
 hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
@@ -113,7 +113,7 @@ def served(folders):
 PHOTO_OF = dict(zip(FAMILIES, itertools.cycle(["chelsea", "rocket"]), strict=False))
 
 
-@pytest.mark.parametrize("family", slow_except(SERVED, FAMILIES))
+@pytest.mark.parametrize("family", marked_except(pytest.mark.slow, SERVED, FAMILIES))
 def test_predictions_are_all_objects_that_transformers_returns(family, folders, served):
     name = PHOTO_OF[family]
     pixels = photo(name)
@@ -139,7 +139,7 @@ def test_predictions_are_all_objects_that_transformers_returns(family, folders, 
 EDGES = ("left", "top", "right", "bottom")
 
 
-@pytest.mark.parametrize("family", slow_except(FAST, FAMILIES))
+@pytest.mark.parametrize("family", marked_except(pytest.mark.slow, FAST, FAMILIES))
 def test_map_of_the_most_certain_object_equals_that_of_autograd(family, folders, loaded):
     model, pixels = loaded(family), photo("coffee", portrait=True)
     image = fitted(model, pixels)
@@ -205,7 +205,7 @@ def leaves(output):
     return torch.utils._pytree.tree_leaves(output)
 
 
-@pytest.mark.parametrize("family", slow_except(FAST, DIFFERENT))
+@pytest.mark.parametrize("family", marked_except(pytest.mark.slow, FAST, DIFFERENT))
 def test_batch_neighbours_never_change_a_detectors_answer(family, loaded):
     model = loaded(family)
     pictures = [fitted(model, photo(name)) for name in ("chelsea", "coffee", "flower")]
@@ -221,7 +221,7 @@ def test_batch_neighbours_never_change_a_detectors_answer(family, loaded):
     assert len({row.maps[0][0].tobytes() for row in together}) == len(pictures)
 
 
-@pytest.mark.parametrize("family", slow_except(FAST, ["detr", "deformable_detr", "yolos"]))
+@pytest.mark.parametrize("family", marked_except(pytest.mark.slow, FAST, ["detr", "deformable_detr", "yolos"]))
 def test_photos_of_other_proportions_at_the_same_time_get_their_own_grids(family, served):
     shapes = [photo(name, portrait) for name in ("chelsea", "rocket") for portrait in (False, True)]
     files = [png(pixels) for pixels in shapes]
@@ -279,7 +279,7 @@ def iou(boxes, box):
     return shared / ((right - left) * (bottom - top) + (box.right - box.left) * (box.bottom - box.top) - shared)
 
 
-@pytest.mark.parametrize("family", slow_except(FAST, DIFFERENT))
+@pytest.mark.parametrize("family", marked_except(pytest.mark.slow, FAST, DIFFERENT))
 def test_layers_of_queries_have_no_grid(family, loaded):
     """Their tokens stand for objects, so that a map of them would not lie over the image."""
     layers = loaded(family).info.layers
@@ -337,7 +337,7 @@ def probabilities_of_a_query(output, name):
     return output.logits[0].softmax(-1)[:, :-1] if name in {"detr", "yolos"} else output.logits[0].sigmoid()
 
 
-@pytest.mark.parametrize("family", slow_except(FAST, DIFFERENT))
+@pytest.mark.parametrize("family", marked_except(pytest.mark.slow, FAST, DIFFERENT))
 def test_contrast_is_the_difference_of_an_objects_scores_in_two_classes(family, folders, loaded):
     model = loaded(family)
     image = fitted(model, photo("chelsea"))
@@ -367,7 +367,7 @@ def contrast_by_hand(folder, model, family, classes, image):
     return gradcam_of(score, folder, layer, image)
 
 
-@pytest.mark.parametrize("family", slow_except(SERVED, ["detr", "rt_detr"]))
+@pytest.mark.parametrize("family", marked_except(pytest.mark.slow, SERVED, ["detr", "rt_detr"]))
 def test_contrast_of_objects_names_both_classes_and_replays(family, served):
     with camserve.Client(served(family)) as client:
         (first,) = client.explain(PHOTOS["chelsea"], model=family, max_predictions=1).predictions

@@ -19,7 +19,7 @@ from camserve_server.models import parse
 from camserve_server.models.values import Pass
 from camserve_server.targets.values import RankTarget, SegmentTarget
 from methods.tools import call, error_ratio
-from models.lazy_folders import Folders, slow_except
+from models.lazy_folders import Folders, marked_except
 from support import PHOTOS, serving
 
 hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
@@ -95,7 +95,7 @@ def class_map_of_transformers(family, folder, pixels):
 PHOTO_OF = dict(zip(FAMILIES, itertools.cycle(["chelsea", "rocket"]), strict=False))
 
 
-@pytest.mark.parametrize("family", slow_except(SERVED, FAMILIES))
+@pytest.mark.parametrize("family", marked_except(pytest.mark.slow, SERVED, FAMILIES))
 def test_class_of_each_pixel_is_that_of_transformers(family, folders, served):
     name = PHOTO_OF[family]
     expected = class_map_of_transformers(family, folders[family], photo(name))
@@ -167,8 +167,8 @@ def gradcam_by_hand(family, folder, layer, image, target):
     return (gradients.mean((2, 3), keepdim=True) * captured[-1].detach()).sum(1)[0]
 
 
-@pytest.mark.parametrize("family", slow_except(FAST, UNIVERSAL))
-@pytest.mark.parametrize("name", slow_except(["chelsea"], ["chelsea", "rocket"]))
+@pytest.mark.parametrize("family", marked_except(pytest.mark.slow, FAST, UNIVERSAL))
+@pytest.mark.parametrize("name", marked_except(pytest.mark.slow, ["chelsea"], ["chelsea", "rocket"]))
 def test_instances_are_those_of_transformers_with_boxes_around_their_masks(family, name, folders, served):
     processor, output = output_of_transformers(family, folders[family], photo(name))
     (expected,) = processor.post_process_instance_segmentation(output, threshold=0, return_binary_maps=True)
@@ -193,7 +193,7 @@ def test_instances_are_those_of_transformers_with_boxes_around_their_masks(famil
     assert result.explanations[0].overlay
 
 
-@pytest.mark.parametrize("family", slow_except(SERVED, FAMILIES))
+@pytest.mark.parametrize("family", marked_except(pytest.mark.slow, SERVED, FAMILIES))
 def test_region_and_class_name_a_segment_of_any_family(family, served):
     box = camserve.Box(100, 50, 220, 160)
     with camserve.Client(served(family)) as client:

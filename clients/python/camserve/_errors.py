@@ -179,8 +179,8 @@ class DeadlineExceeded(CamserveError):
         >>> try:
         ...     client.explain("cat.jpg", timeout=0.001)
         ... except camserve.DeadlineExceeded as error:
-        ...     print(error.message)
-        localhost:50051 did not answer in time
+        ...     print(error.code)
+        StatusCode.DEADLINE_EXCEEDED
     """
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
