@@ -31,6 +31,7 @@ GPU = pytest.param(
 )
 """Parameter for tests that also run on a GPU, if there is one."""
 
+
 def folder_of(package):
     """Return the folder of a package, without importing it: scikit-learn takes seconds."""
     return Path(importlib.util.find_spec(package).origin).parent

@@ -1,7 +1,6 @@
 """Saliency methods equal captum, and do not depend on the batch."""
 
 import copy
-import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -29,7 +28,6 @@ from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods.gradients import noisy
 from camserve_server.targets.values import ClassTarget, ContrastTarget, RankTarget
 from methods.tools import FACTOR, FLOOR, call, doubled, error_ratio, exact, explain, gap, inputs, job, noise, run
-from support import PHOTOS
 
 
 def heatmap(model, image, method, target=ClassTarget(3), chunk=64):  # noqa: B008 -- frozen
@@ -384,9 +382,7 @@ def test_cubic_steps_beat_gauss_legendre_if_the_score_changes_near_the_baseline(
 
 
 @pytest.mark.slow  # fewer steps of a small model are among the fast tests
-@pytest.mark.parametrize(
-    ("photo", "baseline"), list(zip(PHOTOS, itertools.cycle(("zero", "mean", "blur")), strict=False))
-)
+@pytest.mark.parametrize(("photo", "baseline"), [("chelsea", "zero"), ("coffee", "mean"), ("rocket", "blur")])
 def test_completeness_error_after_fifty_steps_is_within_one_percent(lite0, photos, photo, baseline):
     asked = job(lite0, [call("integrated_gradients", steps=50, baseline=baseline)], [RankTarget(0)])
     (explanation,) = explain(lite0, photos[photo], asked, chunk=8).explanations

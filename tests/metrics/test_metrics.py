@@ -122,9 +122,8 @@ class Given:
 # ------------------------------------------------------------------------------------------------ against the libraries
 
 
-@pytest.mark.parametrize(("model", "steps"), [("small", 7), pytest.param("lite0", 12, marks=pytest.mark.slow)])
-def test_deletion_and_insertion_equal_torchcams_with_equal_settings(model, steps, request):
-    subject = request.getfixturevalue(model)
+def test_deletion_and_insertion_equal_torchcams_with_equal_settings(small):
+    subject, steps = small, 7
     image = photo("chelsea", subject.info.preprocess.size[0])
     heatmap = maps(subject, image, subject.info.default_layer, TABBY_LIKE)["gradcam"]
     baselines = {
