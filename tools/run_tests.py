@@ -1,8 +1,8 @@
 """Run the tests in parts, several at the same time, and report them as one run.
 
-Usage: `python -m tools.run_tests fast|slow|all [--seed N] [--coverage] [--record]`. A part is a process of pytest. The
-longest parts start first, so that all cores have work until the end. `tools/suite/seconds.json` has the time of each
-file that takes a second or more; `--record` measures it again.
+Usage: `python -m tools.run_tests fast|slow|all [--seed N] [--coverage] [--record]`. A part is a process of pytest.
+Those that test servers start first, then the longest, so that all cores have work until the end.
+`tools/suite/seconds.json` has the time of each file that takes a second or more; `--record` measures it again.
 """
 
 import argparse

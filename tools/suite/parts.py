@@ -65,7 +65,9 @@ def find(root: Path, choice: str) -> Iterator[str]:
 
 
 def divide(files: Iterable[str], seconds: Mapping[str, float], seed: int | None = None) -> list[Part]:
-    """Divide files into parts, the longest first; files of a folder stay together, because they share fixtures.
+    """Divide files into parts; files of a folder stay together, because they share fixtures.
+
+    Parts that test servers come first, as they often wait, and other parts compute meanwhile; then the longest parts.
 
     With a seed, the order of folders, of the files in each, and of the parts is random.
     """
@@ -80,7 +82,7 @@ def divide(files: Iterable[str], seconds: Mapping[str, float], seed: int | None 
         for part in _cut({file: time for file, time in times.items() if _group(file) == group}, limit)
     ]
     if seed is None:
-        return sorted(parts, key=lambda part: -part.seconds)
+        return sorted(parts, key=lambda part: (bool(part.variables), -part.seconds))
     return chance.sample(parts, len(parts))
 
 

@@ -19,8 +19,8 @@ MOST_JOBS = 5  # each needs up to two GiB of memory
 
 
 def default_jobs() -> int:
-    """Return one more than there are cores, because tests also wait."""
-    return min(len(os.sched_getaffinity(0)) + 1, MOST_JOBS)
+    """Return two more than there are cores, because the parts that test servers often wait."""
+    return min(len(os.sched_getaffinity(0)) + 2, MOST_JOBS)
 
 
 def prepare() -> None:
