@@ -7,7 +7,6 @@ import functools
 import gc
 import importlib.util
 import io
-import math
 import threading
 import time
 from concurrent.futures import Future
@@ -147,7 +146,7 @@ def serving(**settings):
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     port, pipeline, loop, stop, http_port = started.result()  # no deadline: pytest's timeout ends a hang
-    pipeline.batcher._capacity.seconds = math.inf  # rows share a batch however long they take on a busy machine
+    pipeline.batcher._capacity.seconds = 3600.0  # rows share a batch however long they take on a busy machine
     try:
         yield Served(f"127.0.0.1:{port}", pipeline, loop, http_port)
     finally:
