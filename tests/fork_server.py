@@ -12,6 +12,7 @@ import functools
 import gc
 import json
 import os
+import pickle
 import select
 import selectors
 import signal
@@ -20,6 +21,8 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
+import tracemalloc
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,6 +33,17 @@ SERVER = "from camserve_server.cli import main; main()"
 """The program `camserve-server`."""
 NO_CACHE = {"XDG_CACHE_HOME": os.devnull}
 """Environment of programs that must not use the user's cache of probed models."""
+
+CALL = """
+import pickle, sys
+from pathlib import Path
+
+tests, given, result = sys.argv[1:]
+sys.path.insert(0, tests)
+function, arguments = pickle.loads(Path(given).read_bytes())
+Path(result).write_bytes(pickle.dumps(function(*arguments)))
+"""
+"""Program that calls a function, and writes its result to a file."""
 
 _NUMBER, _MAX_REQUEST = struct.Struct("i"), 2**20  # a process id or exit code; bytes
 
@@ -109,6 +123,32 @@ def run(code, *arguments, cwd=None):
         return subprocess.CompletedProcess(arguments, code, out.read(), errors.read())
 
 
+def call(function, *arguments):
+    """Call a function of a test's module in a process of its own; return its result.
+
+    What the function measures is then of nothing else: the servers and threads of other tests are not in that process.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        given, result = Path(folder, "given"), Path(folder, "result")
+        given.write_bytes(pickle.dumps((function, arguments)))
+        done = run(CALL, TESTS, given, result)
+        assert done.returncode == 0, done.stderr
+        return pickle.loads(result.read_bytes())  # noqa: S301 -- written by our own process
+
+
+def allocating(function, *arguments):
+    """Call a function; return its result, and the most bytes that Python and NumPy had allocated for it.
+
+    Other threads count too, so that `call` must call what calls this.
+    """
+    tracemalloc.start()
+    try:
+        result = function(*arguments)
+        return result, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 @functools.cache
 def _fork_server():
     """Start the fork server of this test run, which ends when this process does."""
@@ -129,6 +169,8 @@ def _fork_server():
 def serve(number):
     """Fork a program for every request and report its exit code, until the socket is closed."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the server's program sets it before it imports gRPC too
+    import pytest  # noqa: F401, PLC0415 -- so that forks that call a function of a test's module need not
+
     from camserve_server import cli  # noqa: F401, PLC0415 -- so that forks need not
     from camserve_server.app import server  # noqa: F401, PLC0415 -- so that forks need not
     from camserve_server.cli import commands  # noqa: F401, PLC0415 -- so that forks need not
@@ -193,8 +235,25 @@ def _run_program(request, numbers) -> NoReturn:
     _show_environment(request["environment"])
     os.environ.update(request["environment"])
     sys.argv = ["-c", *(passed.get(argument, argument) for argument in request["arguments"])]
-    exec(compile(request["code"], "<program>", "exec"), {"__name__": "__main__"})  # noqa: S102 -- a test's program
-    sys.exit()
+    code = None
+    try:
+        exec(compile(request["code"], "<program>", "exec"), {"__name__": "__main__"})  # noqa: S102 -- a test's program
+    except SystemExit as ending:
+        code = ending.code
+    if isinstance(code, int | None):
+        _exit_without_freeing(code or 0)
+    sys.exit(code)
+
+
+def _exit_without_freeing(code):
+    """Exit as Python does, but leave the objects to the system: to free those of torch takes half a second."""
+    threading._shutdown()  # waits for the threads
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):  # Python itself reports what it cannot write
+        for file in (sys.stdout, sys.stderr):
+            if file:
+                file.flush()
+        os._exit(code & 0xFF)
 
 
 def _show_environment(environment):

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import re
-import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+import fork_server
 from camserve_server import engine, jobs
 from camserve_server.core.errors import Internal, OutOfMemory
 from camserve_server.engine.values import Row, RowResult
@@ -383,21 +383,31 @@ class FakeEngine:
         self.under_way -= len(rows)
 
 
-def evaluate(model, calls, metrics, engine):
-    """Return an assessment of a job's maps, its readings, and its peak memory in bytes."""
+def evaluation(model, calls, metrics):
+    """Return an assessment of a job's maps."""
     chosen = tuple(
         jobs.MetricCall(
             name, {parameter.name: parameter.default for parameter in METRICS[name].parameters} | parameters
         )
         for name, parameters in metrics
     )
-    asked = jobs.EvaluationJob(job(model, calls, [ClassTarget(1)]), chosen)
-    tracemalloc.start()
-    try:
-        _, readings = asyncio.run(jobs.evaluate(asked, IMAGE, Box(0, 0, 64, 64), engine.submit))
-        return asked, readings, tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    return jobs.EvaluationJob(job(model, calls, [ClassTarget(1)]), chosen)
+
+
+def evaluate(asked, engine):
+    """Return the readings of the one explanation, and the engine."""
+    _, (readings,) = asyncio.run(jobs.evaluate(asked, IMAGE, Box(0, 0, 64, 64), engine.submit))
+    return readings, engine
+
+
+def evaluate_alone(asked, first=None):
+    """Do the same in a process of its own, after another evaluation; return its peak memory in bytes too."""
+    return fork_server.call(_evaluate_after, first or asked, asked)
+
+
+def _evaluate_after(first, asked):
+    evaluate(first, FakeEngine())  # what it imports must not count
+    return fork_server.allocating(evaluate, asked, FakeEngine())
 
 
 MASKS = 64 * 64 * 64 * 4
@@ -413,8 +423,8 @@ MASKS = 64 * 64 * 64 * 4
     ],
 )
 def test_evaluation_holds_few_masks_at_a_time(resnet, metrics):
-    engine = FakeEngine()
-    asked, (readings,), peak = evaluate(resnet, [call("rise", samples=64)], metrics, engine)
+    asked = evaluation(resnet, [call("rise", samples=64)], metrics)
+    (readings, engine), peak = evaluate_alone(asked)
 
     assert engine.rows == asked.rows
     assert len(readings) == len(metrics)
@@ -423,7 +433,7 @@ def test_evaluation_holds_few_masks_at_a_time(resnet, metrics):
 
 
 def test_recomputed_maps_are_not_kept(resnet):
-    _, (readings,), peak = evaluate(resnet, ["edges"], [("max_sensitivity", {"samples": 128})], FakeEngine())
+    (readings, _), peak = evaluate_alone(evaluation(resnet, ["edges"], [("max_sensitivity", {"samples": 128})]))
 
     assert math.isfinite(readings[0].value)
     assert peak < 100 * IMAGE.size / 3 * 4  # of 128 maps of as many pixels
@@ -431,15 +441,16 @@ def test_recomputed_maps_are_not_kept(resnet):
 
 def test_small_repeats_still_share_batches(resnet):
     engine = FakeEngine()
-    evaluate(resnet, ["gradcam"], [("max_sensitivity", {"samples": 128})], engine)
+    evaluate(evaluation(resnet, ["gradcam"], [("max_sensitivity", {"samples": 128})]), engine)
 
     assert engine.most == 64
 
 
 def test_failed_repeat_cancels_the_others(resnet):
     engine = FakeEngine(failing=100)
+    asked = evaluation(resnet, [call("rise", samples=64)], [("max_sensitivity", {"samples": 32})])
     with pytest.raises(OutOfMemory):
-        evaluate(resnet, [call("rise", samples=64)], [("max_sensitivity", {"samples": 32})], engine)
+        evaluate(asked, engine)
 
     assert engine.rows < 200
 
@@ -447,7 +458,7 @@ def test_failed_repeat_cancels_the_others(resnet):
 @pytest.mark.slow  # the import of captum takes seconds
 def test_surrogate_creates_masks_only_when_they_are_used(resnet):
     pytest.importorskip("captum")
-    evaluate(resnet, [call("kernel_shap", samples=32)], [], FakeEngine())  # for its imports, which must not count
-    _, _, peak = evaluate(resnet, [call("kernel_shap", samples=2048)], [], FakeEngine())
+    few, many = (evaluation(resnet, [call("kernel_shap", samples=samples)], []) for samples in (32, 2048))
+    _, peak = evaluate_alone(many, few)
 
     assert peak < 6 * MASKS

@@ -3,7 +3,6 @@
 import io
 import itertools
 import math
-import tracemalloc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import fork_server
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import scales
@@ -32,7 +32,10 @@ BLANK = np.full((6, 8), np.nan, np.float32)
 
 def drawn(maps, photo=PIXELS, input_size=SIZE, **options):
     """Draw maps as a request does; return their explanations."""
-    request, prepared, explanations = prepare(maps, photo, input_size, **options)
+    return draw(*prepare(maps, photo, input_size, **options))
+
+
+def draw(request, prepared, explanations):
     return run(drawing.draw_and_reply(request, prepared, explanations, Limits(), list))
 
 
@@ -191,10 +194,7 @@ def test_drawing_takes_no_more_memory_than_estimated(options, kind, size):
     photo = np.full((*size, 3), 120, np.uint8)
     maps = [WORST[kind]((224, 224)) for _ in range(2)]
     request, prepared, explanations = prepare(maps, photo, (224, 224), **options)
-    tracemalloc.start()
-    found = run(drawing.draw_and_reply(request, prepared, explanations, Limits(), list))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    (found, peak) = fork_server.call(fork_server.allocating, draw, request, prepared, explanations)
     found_bytes = sum(drawing._size_of(each) for each in found)
     rendering = replace(request.rendering, regions=None)
 

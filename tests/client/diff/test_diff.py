@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import shutil
-import tracemalloc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from junitparser import JUnitXml
 from PIL import Image
 
 import camserve
+import fork_server
 from camserve import dataset
 from camserve.diff import calibration, compare, recording, rule
 from camserve.diff import run as diff_run
@@ -743,35 +744,39 @@ def test_odd_server_makes_no_traceback(diff: Any, looks: Looks, server: Any, rep
 
 
 @pytest.mark.parametrize("leak", [False, True])
-def test_memory_does_not_grow_with_the_photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leak: bool) -> None:
-    side, few, many = 80, 12, 30
+def test_memory_does_not_grow_with_the_photos(tmp_path: Path, leak: bool) -> None:
+    for name in ("a", "b"):
+        record_maps(tmp_path / name)
+    many, few = fork_server.call(functools.partial(peaks_of_report, leak=leak), tmp_path)
+    # The further photos have maps of 18 × 2 × 25 kB; a case has a few numbers.
+    assert (many - few > (MANY - FEW) * SIDE * SIDE * 4 / 2) == leak
+
+
+SIDE, FEW, MANY = 80, 12, 30
+
+
+def record_maps(folder: Path) -> None:
     rng = np.random.default_rng(0)
-    sides = [Recording.create(tmp_path / name, HEADER) for name in ("a", "b")]
-    for index in range(many):
-        for made in sides:
-            made.append(f"{index}.jpg", result_of(rng.normal(size=(side, side)).astype(np.float32)))
-    for made in sides:
-        made.close()
-    measured = calibration_of()
-    loaded = Recording.load(tmp_path / "a"), Recording.load(tmp_path / "b")
+    recorded = Recording.create(folder, HEADER)
+    for index in range(MANY):
+        recorded.append(f"{index}.jpg", result_of(rng.normal(size=(SIDE, SIDE)).astype(np.float32)))
+    recorded.close()
 
-    def peak(count: int) -> int:
-        tracemalloc.start()
-        compare.report(
-            (("a", loaded[0]), ("b", loaded[1])), measured, [f"{index}.jpg" for index in range(count)], DiffSettings()
-        )
-        found = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        return found
 
-    peak(few)
+def peaks_of_report(folder: Path, *, leak: bool) -> list[int]:
+    """Return the most bytes that comparing many photos, and few, allocates."""
     if leak:
         kept: list[Any] = []
         read = Recording.photo
-        monkeypatch.setattr(Recording, "photo", lambda self, name: (kept.append(read(self, name)), kept[-1])[1])
-    # The further photos have maps of 18 × 2 × 25 kB; a case has a few numbers.
-    growth = peak(many) - peak(few)
-    assert (growth > (many - few) * side * side * 4 / 2) == leak
+        Recording.photo = lambda self, name: (kept.append(read(self, name)), kept[-1])[1]  # type: ignore[method-assign]  # in a process of its own
+    sides = tuple((name, Recording.load(folder / name)) for name in ("a", "b"))
+    measured = calibration_of()
+
+    def report(count: int) -> None:
+        compare.report(sides, measured, [f"{index}.jpg" for index in range(count)], DiffSettings())
+
+    report(FEW)  # what is cached is allocated now
+    return [fork_server.allocating(report, count)[1] for count in (MANY, FEW)]
 
 
 def test_calibration_is_that_of_the_model(baseline: Path) -> None:

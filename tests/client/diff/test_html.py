@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import math
 import re
-import tracemalloc
 import weakref
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+import fork_server
 from camserve import Box, Prediction, _html
 from camserve._notebook import bundle
 from camserve.diff import html
@@ -237,24 +238,32 @@ def test_count_of_living_maps_sees_pictures_that_are_kept(written: Any) -> None:
     assert lender.most_alive == 2 * 9
 
 
-def peak_bytes(path: Path, report: Any, pictures: Any = reports.pictures_of) -> int:
-    """Return the most bytes that writing a report allocates."""
-    html.write(path, report, pictures)  # what is cached is allocated now
-    tracemalloc.start()
-    try:
-        html.write(path, report, pictures)
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+def peak_bytes(folder: Path, *, leak: bool) -> list[int]:
+    """Return the most bytes that writing a report of many photos and one of few allocates."""
+    kept: list[Pictures] = []
+
+    def pictures_of(case: Any) -> Pictures:
+        pictures = reports.pictures_of(case)
+        if leak:
+            kept.append(replace(pictures, thumbnail=bytes(bytearray(pictures.thumbnail))))
+        return pictures
+
+    peaks = []
+    for name, photos in (("many", 150), ("few", 20)):
+        report = reports.report_of(photos, failures=())
+        html.write(folder / f"{name}.html", report, pictures_of)  # what is cached is allocated now
+        _, peak = fork_server.allocating(html.write, folder / f"{name}.html", report, pictures_of)
+        peaks.append(peak)
+    return peaks
 
 
-def test_memory_does_not_grow_with_the_number_of_photos(tmp_path: Path) -> None:
-    few, many = (reports.report_of(photos, failures=()) for photos in (20, 150))
-    growth = peak_bytes(tmp_path / "many.html", many) - peak_bytes(tmp_path / "few.html", few)
+@pytest.mark.parametrize("leak", [False, True])
+def test_memory_does_not_grow_with_the_number_of_photos(tmp_path: Path, leak: bool) -> None:
+    many, few = fork_server.call(functools.partial(peak_bytes, leak=leak), tmp_path)
     larger = (tmp_path / "many.html").stat().st_size - (tmp_path / "few.html").stat().st_size
 
     assert larger > 1_300_000
-    assert growth < 130_000  # a name and a number of each photo
+    assert (many - few > 130_000) == leak  # a name and a number of each photo
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 7), (14, 9), (64, 64)])
