@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import signal
 import sys
 import threading
 from collections import Counter, deque
@@ -24,33 +25,21 @@ import fork_server
 from camserve import dataset
 from camserve.cli import main
 from camserve.dataset import job
-from support import serving, wait_until
+from support import serving
 
 NETS = """
 import os
-import time
 from collections import OrderedDict
 
 import torch
 from torch import nn
 
 
-class Slow(nn.Module):
-    def forward(self, x):
-        time.sleep(0.02)  # real timeout: the model takes long, so that a job is killed half-way
-        return x
-
-
-def tiny(slow=False):
+def tiny():
     torch.manual_seed(0)
     return nn.Sequential(OrderedDict(
-        features=nn.Conv2d(3, 4, 3, 2, 1), slow=Slow() if slow else nn.Identity(), pool=nn.AdaptiveAvgPool2d(1),
-        flat=nn.Flatten(), head=nn.Linear(4, 5),
+        features=nn.Conv2d(3, 4, 3, 2, 1), pool=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten(), head=nn.Linear(4, 5),
     ))
-
-
-def slow():
-    return tiny(slow=True)
 
 
 class Fatal(nn.Module):
@@ -66,6 +55,15 @@ def fatal():
 
 CAMSERVE = "from camserve.cli import main; main()"
 """The program `camserve`."""
+KILLED = """
+import os, signal
+from camserve.dataset import job
+
+write = job.write_results
+job.MAX_PART_PHOTOS = 20
+job.write_results = lambda *arguments: (write(*arguments), os.kill(os.getpid(), signal.SIGKILL))
+"""
+"""Planted: the job is killed after it has written its first results, while its threads write pictures of others."""
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +72,7 @@ def address(tmp_path_factory):
     (folder / "dataset_nets.py").write_text(NETS)
     sys.path.insert(0, str(folder))
     try:
-        models = ("tiny=dataset_nets:tiny?size=32", "slow=dataset_nets:slow?size=32")
-        with serving(models=models, device="cpu", threads=1) as served:
+        with serving(models=("tiny=dataset_nets:tiny?size=32",), device="cpu", threads=1) as served:
             yield served.address
     finally:
         sys.path.remove(str(folder))
@@ -502,7 +499,7 @@ def test_error_names_a_corrupt_part(run, photos, tmp_path):
 @pytest.mark.parametrize("kind", ["bytes", "hugging face", "paths"])
 def test_photos_are_read_from_a_parquet_file(kind, run, photos, tmp_path):
     """Photos may be bytes, structs with bytes as Hugging Face's datasets write them, or paths."""
-    files = [photo_file(n) for n in range(40)]
+    files = [photo_file(n) for n in range(9)]
     if kind == "paths":
         cells = pa.array([f"more/{n}.png" for n in (3, 4)])
     else:
@@ -516,7 +513,7 @@ def test_photos_are_read_from_a_parquet_file(kind, run, photos, tmp_path):
     if kind == "paths":
         assert set(by_key) == {str(photos / "more" / "3.png"), str(photos / "more" / "4.png")}
     else:
-        assert set(by_key) == {f"{photos}/set.parquet#{n}" for n in range(40)}
+        assert set(by_key) == {f"{photos}/set.parquet#{n}" for n in range(9)}
     assert not any(row["error"] for row in by_key.values())
 
 
@@ -563,26 +560,22 @@ def test_error_without_arrow_names_the_extra(run, photos, monkeypatch):
     assert 'pip install "camserve[data]"' in run(photos).output
 
 
-def test_killed_and_resumed_job_has_each_of_500_photos_once(address, photos, tmp_path):
+def test_killed_and_resumed_job_has_each_of_100_photos_once(address, photos, tmp_path):
     for path in photos.rglob("*.*"):
         path.unlink()
-    for number in range(500):
+    for number in range(100):
         (photos / f"{number}.png").write_bytes(photo_file(number))
     out = tmp_path / "out"
-    command = [CAMSERVE, "explain", photos, "-o", out, "--resume", "--model", "slow", "--server", address]
+    arguments = ["explain", photos, "-o", out, "--resume", "--model", "tiny", "--server", address]
 
-    with Path(os.devnull).open("wb") as null, fork_server.start(*command, stderr=null) as killed:
-        try:
-            wait_until(lambda: list(out.glob("results/part-*.parquet")) or killed.poll() is not None)
-        finally:
-            killed.kill()
+    killed = fork_server.run(KILLED + CAMSERVE, *arguments)
     half = len(rows(out))
-    ended = fork_server.run(*command)
+    ended = fork_server.run(CAMSERVE, *arguments)
 
-    assert 0 < half < 500
-    assert ended.returncode == 0
-    assert f"500 photos are done ({half} by earlier runs)" in ended.stdout
-    assert Counter(row["image"] for row in rows(out)) == dict.fromkeys((f"{photos}/{n}.png" for n in range(500)), 1)
+    assert (killed.returncode, ended.returncode) == (-signal.SIGKILL, 0)
+    assert 0 < half < 100
+    assert f"100 photos are done ({half} by earlier runs)" in ended.stdout
+    assert Counter(row["image"] for row in rows(out)) == dict.fromkeys((f"{photos}/{n}.png" for n in range(100)), 1)
     assert {row["overlay"] for row in rows(out)} == {str(path.relative_to(out)) for path in out.rglob("*.jpg")}
     assert not [path for path in out.rglob(".*") if path.name != ".lock"]  # no temporary files remain
 
