@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import tracemalloc
+import types
 from pathlib import Path
 from typing import NoReturn
 
@@ -149,17 +150,47 @@ def allocating(function, *arguments):
         tracemalloc.stop()
 
 
+def start_early():
+    """Fork the fork server of this test run from this process itself, which must have no other threads yet.
+
+    A new process takes seven seconds to import what this one has to import anyway.
+    """
+    with contextlib.ExitStack() as after:
+        if "GRPC_VERBOSITY" not in os.environ:
+            after.callback(os.environ.pop, "GRPC_VERBOSITY", None)  # programs that are not forked must not have it
+        _import_programs()
+    own_socket, child_socket = _sockets()
+    if not os.fork():
+        own_socket.close()
+        _show_environment(os.environ | {leftovers.KEPT: leftovers.ENDS_ITSELF})
+        sys.path[:] = ["", *(path for path in sys.path[1:] if path != str(TESTS))]
+        sys.modules["__main__"] = types.ModuleType("__main__")  # what multiprocessing would run again
+        serve(child_socket.detach())
+    child_socket.close()
+    _early.append(own_socket)
+
+
+_early = []
+
+
+def _sockets():
+    own_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    atexit.register(own_socket.close)
+    return own_socket, child_socket
+
+
 @functools.cache
 def _fork_server():
-    """Start the fork server of this test run, which ends when this process does."""
-    own_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Return the connection to the fork server of this test run, which ends when this process does."""
+    if _early:
+        return _early[0]
+    own_socket, child_socket = _sockets()
     with child_socket:
         child_socket.set_inheritable(True)
         path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         code = f"import sys, fork_server; sys.path.remove({str(TESTS)!r}); fork_server.serve({child_socket.fileno()})"
         environment = os.environ | {"PYTHONPATH": path, leftovers.KEPT: leftovers.ENDS_ITSELF}
         os.posix_spawn(sys.executable, [sys.executable, "-c", code], environment)
-    atexit.register(own_socket.close)
     return own_socket
 
 
@@ -168,15 +199,7 @@ def _fork_server():
 
 def serve(number):
     """Fork a program for every request and report its exit code, until the socket is closed."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the server's program sets it before it imports gRPC too
-    import pytest  # noqa: F401, PLC0415 -- so that forks that call a function of a test's module need not
-
-    from camserve_server import cli  # noqa: F401, PLC0415 -- so that forks need not
-    from camserve_server.app import server  # noqa: F401, PLC0415 -- so that forks need not
-    from camserve_server.cli import commands  # noqa: F401, PLC0415 -- so that forks need not
-    from camserve_server.models import zoo  # noqa: F401, PLC0415 -- so that forks need not
-    from camserve_server.workers import in_process  # noqa: F401, PLC0415 -- so that forks need not
-
+    _import_programs()
     gc.collect()
     gc.freeze()  # a collection would write to shared pages, and copy them
     requests, selector = socket.socket(fileno=number), selectors.DefaultSelector()
@@ -187,6 +210,17 @@ def serve(number):
                 _report(selector, key)
             else:
                 _handle_request(requests, selector)
+
+
+def _import_programs():
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the server's program sets it before it imports gRPC too
+    import pytest  # noqa: F401, PLC0415 -- so that forks that call a function of a test's module need not
+
+    from camserve_server import cli  # noqa: F401, PLC0415 -- so that forks need not
+    from camserve_server.app import server  # noqa: F401, PLC0415 -- so that forks need not
+    from camserve_server.cli import commands  # noqa: F401, PLC0415 -- so that forks need not
+    from camserve_server.models import zoo  # noqa: F401, PLC0415 -- so that forks need not
+    from camserve_server.workers import in_process  # noqa: F401, PLC0415 -- so that forks need not
 
 
 def _handle_request(requests, selector):

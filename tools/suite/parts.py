@@ -15,7 +15,7 @@ CHOICES = {"fast": "not slow and not search", "slow": "slow and not search", "al
 """Expressions that choose tests by their markers."""
 
 PART_SECONDS = 100  # of a part, if there are fewer than MOST_PARTS
-MOST_PARTS = 6  # the start of each takes 13 s of processor time: it imports torch and what the tests compare with
+MOST_PARTS = 6  # the start of each takes 10 s of processor time: it imports torch and what the tests compare with
 DEFAULT_SECONDS = 0.3  # of a file that is not listed in SECONDS
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -97,16 +97,13 @@ def _shuffled(files: list[str], chance: random.Random) -> list[str]:
 def _cut(times: dict[str, float], limit: float) -> Iterator[Part]:
     """Cut a list of files with their times into parts that are about equally long, and about the limit at most."""
     length = sum(times.values()) / max(1, math.ceil(sum(times.values()) / limit))
-    chosen: list[str] = []
+    chosen = defaultdict[int, list[str]](list)
     total = 0.0
     for file, time in times.items():
-        if chosen and total + time / 2 > length:
-            yield Part(tuple(chosen), total)
-            chosen, total = [], 0.0
-        chosen.append(file)
+        chosen[int((total + time / 2) / length)].append(file)
         total += time
-    if chosen:
-        yield Part(tuple(chosen), total)
+    for files in chosen.values():
+        yield Part(tuple(files), sum(times[file] for file in files))
 
 
 def expected_seconds(root: Path, choice: str) -> dict[str, float]:

@@ -17,7 +17,8 @@ from tools.suite.results import Failure, Results
 LOG_LINES = 60  # shown of a process that ended too early
 REST_SECONDS = 5  # for what a part has started and left
 OK, FAILED, NO_TESTS = 0, 1, 5  # exit codes of pytest
-OPTIONS = ("-q", "--tb=short", "-p", "no:cacheprovider", "--continue-on-collection-errors")
+IMPORTED = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"  # by `start_early`
+OPTIONS = ("-q", "--tb=short", "-W", IMPORTED, "-p", "no:cacheprovider", "--continue-on-collection-errors")
 
 
 @dataclass(frozen=True)

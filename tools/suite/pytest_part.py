@@ -3,6 +3,7 @@
 Usage: `pytest_part.py EVENTS_FILE SEED PYTEST_ARGUMENT...`; with an empty seed, tests run in the order of their files.
 """
 
+import importlib
 import itertools
 import json
 import os
@@ -96,6 +97,9 @@ def text(report: Report) -> str:
 def main(events: str, seed: str, *arguments: str) -> int:
     """Run pytest with these arguments; return its exit code."""
     sys.path[0] = str(Path.cwd())  # as with `python -m pytest`
+    if Path("tests/fork_server.py").exists() and "coverage" not in sys.modules:
+        sys.path.insert(1, str(Path("tests").resolve()))
+        importlib.import_module("fork_server").start_early()
     return pytest.main(list(arguments), plugins=[Events(Path(events), seed)])
 
 
