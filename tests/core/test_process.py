@@ -28,7 +28,7 @@ if sys.argv[1] == "kept":
 faults = []
 
 def work():
-    for _ in range(20):
+    for _ in range(9):
         batch = [np.ones(4 * 2**20, np.float32) for _ in range(6)]
         del batch
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
@@ -36,7 +36,7 @@ def work():
 thread = threading.Thread(target=work)
 thread.start()
 thread.join()
-print(faults[-1] - faults[9])
+print(faults[-1] - faults[4])
 """
 
 PEAK = """
@@ -49,7 +49,7 @@ def resident():
 
 process.configure_allocator()
 before = resident()
-batch = [np.ones(25 * 2**20, np.float32) for _ in range(9)]
+batch = [np.ones(25 * 2**20, np.float32) for _ in range(6)]
 most = resident()
 del batch
 print(most - before, resident() - before)
@@ -121,7 +121,7 @@ def test_batches_reuse_the_same_memory():
 def test_memory_of_a_large_batch_is_returned_up_to_a_limit():
     most, left = map(int, run_script(PEAK))
 
-    assert most > 850
+    assert most > 570
     assert left <= 512 + 16
 
 
@@ -184,7 +184,7 @@ def test_garbage_collection_skips_old_objects_and_collects_new_ones():
 
 def test_thread_that_loads_models_ends_with_its_openmp_threads():
     before = set(threading.enumerate())  # an earlier test may have left a thread that loads a model forever
-    with running(models=["torchvision:resnet18?weights=none&size=64"]):
+    with running(models=["timm:test_resnet?weights=none&size=64"]):
         started = [thread for thread in threading.enumerate() if thread not in before]
         assert "camserve-server" in [thread.name for thread in started]
         for thread in started:

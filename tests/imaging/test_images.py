@@ -19,7 +19,6 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from skimage import data
-from sklearn.datasets import load_sample_images
 from timm.data import create_transform
 from torchvision import models, transforms
 from torchvision.transforms.v2.functional import _geometry
@@ -266,7 +265,7 @@ def test_chunk_with_a_huge_length_is_refused(kind):
 
 def test_texts_and_profiles_in_a_png_are_not_inflated(capfd, work):
     """libpng would, only to find out that they are too long: 30 ms for each, and a line in the log."""
-    file, text = KINDS["rgb"], b"word\0\0" + zlib.compress(bytes(100 << 20), 9)
+    file, text = KINDS["rgb"], b"word\0\0" + zlib.compress(bytes(10 << 20), 9)
     chunk = struct.pack(">I4s", len(text), b"zTXt") + text + struct.pack(">I", zlib.crc32(b"zTXt" + text))
     at = file.find(b"IDAT") - 4
     assert np.array_equal(images.decode(file[:at] + chunk * 50 + file[at:], LIMITS), images.decode(file, LIMITS))
@@ -318,14 +317,14 @@ def test_png_that_inflates_to_more_than_its_picture_is_refused(side, rows, work)
 
 
 @pytest.mark.parametrize("interlaced", [False, True])
-@pytest.mark.parametrize("shape", [(1, 700_000), (700_000, 1), (700, 999)])
+@pytest.mark.parametrize("shape", [(1, 200_000), (200_000, 1), (400, 499)])
 def test_valid_png_is_not_refused_as_a_bomb(shape, interlaced):
     noise = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
     file = saved(Image.fromarray(noise))
     if interlaced:  # by its header alone: nothing here writes such files; the rows are counted, then refused by libpng
         head = file[16:28] + b"\1"
         file = file[:16] + head + struct.pack(">I", zlib.crc32(b"IHDR" + head)) + file[33:]
-    limits = Limits(pixels=700_000, side=700_000)
+    limits = Limits(pixels=200_000, side=200_000)
     assert images._strip_png(file, shape, limits)
 
 
@@ -386,7 +385,7 @@ def test_jpeg_of_many_scans_is_refused():
     with pytest.raises(InvalidArgument, match="more than 64 scans"):
         images.decode(progressive_with_scans(60), LIMITS)
     with pytest.raises(InvalidArgument, match="more than 64 scans"):
-        images.decode(progressive_with_scans(100_000), LIMITS)
+        images.decode(progressive_with_scans(1000), LIMITS)
 
 
 def test_bytes_after_a_jpeg_are_not_its_scans():
@@ -434,7 +433,7 @@ ONE_FRAME = [kind for kind in KINDS if "animated" not in kind and "two pictures"
 
 
 @pytest.mark.parametrize("kind", ONE_FRAME)
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.98])
+@pytest.mark.parametrize("share", [0.1, 0.98])
 def test_truncated_file_is_refused(kind, share):
     file = KINDS[kind]
     with pytest.raises(InvalidArgument, match="truncated or broken"):
@@ -447,14 +446,15 @@ def test_truncated_file_is_refused(kind, share):
 def photos():
     """Photos, upright and rotated, and noise in odd sizes that is too faint to overshoot black or white."""
     rng = np.random.default_rng(0)
-    result = {name: getattr(data, name)() for name in ("astronaut", "chelsea", "coffee", "rocket")}
-    result |= dict(zip(("china", "flower"), load_sample_images().images, strict=True))
-    result |= {f"{name}, turned": np.rot90(photo) for name, photo in result.items()}
+    result = {name: getattr(data, name)() for name in ("astronaut", "chelsea", "coffee")}
+    result["coffee, turned"] = np.rot90(result["coffee"])
     sizes = ((1, 1), (333, 517), (50, 37), (224, 224), (225, 224), (256, 256), (257, 300), (299, 1000), (1500, 251))
     return result | {f"{h}x{w}": rng.integers(90, 166, (h, w, 3), dtype=np.uint8) for h, w in sizes}
 
 
 PHOTOS = photos()
+FAST = ("chelsea", "coffee, turned", "1x1", "333x517", "50x37", "225x224", "1500x251")
+PHOTO_NAMES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in PHOTOS]
 
 
 def preprocess(size=224, resize=256, interpolation="bilinear"):
@@ -473,7 +473,7 @@ def check_equal(seen, expected, at_most=1):
     assert (difference > 1).mean() < 3e-4
 
 
-@pytest.mark.parametrize("name", PHOTOS)
+@pytest.mark.parametrize("name", PHOTO_NAMES)
 @pytest.mark.parametrize(
     ("size", "crop_pct", "interpolation"),
     [(224, 0.875, "bilinear"), (224, 0.875, "bicubic"), (224, 1.0, "bicubic"), (299, 0.95, "bilinear")],
@@ -484,7 +484,7 @@ def test_fit_equals_timms_transform(name, size, crop_pct, interpolation):
     check_equal(seen, expected, 2 if interpolation == "bicubic" else 1)
 
 
-@pytest.mark.parametrize("name", PHOTOS)
+@pytest.mark.parametrize("name", PHOTO_NAMES)
 @pytest.mark.parametrize("weights", ["ResNet50_Weights.IMAGENET1K_V1", "ResNet50_Weights.IMAGENET1K_V2"])
 def test_fit_equals_torchvisions_transform(name, weights):
     transform = models.get_weight(weights).transforms()
@@ -495,7 +495,7 @@ def test_fit_equals_torchvisions_transform(name, weights):
     check_equal(seen, expected.permute(1, 2, 0).numpy().astype(int))
 
 
-@pytest.mark.parametrize("name", PHOTOS)
+@pytest.mark.parametrize("name", PHOTO_NAMES)
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
 @pytest.mark.parametrize(("size", "resize"), [((224, 224), (224, 224)), ((160, 320), (192, 340)), ((97, 64), 64)])
 def test_exact_sizes_and_oblong_crops(name, interpolation, size, resize):

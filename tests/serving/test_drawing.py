@@ -182,11 +182,22 @@ WORST = {
 SMALL = 2_000_000  # bytes of bands, of a compressor and of a default path's arrays, which do not grow with the picture
 
 
+LARGE, TALL, LITTLE = (900, 1200), (1500, 500), (100, 80)
+
+
 def loads():
-    """Return every combination of options, map and size; those with the two hardest maps are for the fast tests."""
-    for options, kind, size in itertools.product(LOADS, WORST, [(900, 1200), (1500, 500), (100, 80)]):
-        fast = (kind, size) in (("noise", (900, 1200)), ("dots", (1500, 500)), ("noise", (100, 80)))
-        yield pytest.param(options, kind, size, marks=() if fast else pytest.mark.slow)
+    """Return options with maps and sizes of the photo.
+
+    Noise is hard for pictures and regions, dots for regions; those and a photo smaller than the input are for the fast
+    tests.
+    """
+    for options, kind, size in itertools.product(LOADS, WORST, (LARGE, TALL, LITTLE)):
+        hard = [("noise", LARGE)]
+        hard += [("dots", TALL)] if "overlay" not in options else []
+        hard += [("noise", LITTLE)] if options is LOADS[-1] else []
+        fast = (kind, size) in hard
+        if fast or kind in ("noise", "dots") or size == LARGE:
+            yield pytest.param(options, kind, size, marks=() if fast else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("options", "kind", "size"), list(loads()))

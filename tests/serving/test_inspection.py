@@ -304,7 +304,7 @@ def test_constant_tile_has_the_lowest_colour_and_non_finite_cells_are_grey():
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (7, 7), (3, 50), (50, 3), (112, 112), (300, 200)])
-@pytest.mark.parametrize("count", [1, 2, 3, 9, 256])
+@pytest.mark.parametrize("count", [1, 2, 3, 9, pytest.param(256, marks=pytest.mark.slow)])
 def test_tiles_of_any_grid_and_number_fit_the_picture(grid, count):
     heatmap = np.arange(grid[0] * grid[1], dtype=np.float32).reshape(grid)
     height, width = tiles._tile_size(heatmap)

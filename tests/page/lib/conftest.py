@@ -30,7 +30,7 @@ for await (const line of createInterface({ input: process.stdin })) {
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def node():
     """Process of Node.js that answers each line of its input: starting one for each test took half of their time."""
     if NODE is None:

@@ -17,7 +17,7 @@ ROOT = HERE.parents[2]
 @pytest.mark.skipif(NODE is None, reason=needs.NODE)
 @pytest.mark.parametrize("file", sorted(HERE.glob("*.test.mjs")), ids=lambda file: file.name)
 def test_modules_pass_their_tests_in_node(file):
-    done = subprocess.run([NODE, "--test", file], capture_output=True, text=True, check=False)
+    done = subprocess.run([NODE, file], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stdout
 

@@ -1,5 +1,6 @@
 """Regions and comparisons of maps equal those of scikit-image, the server and the Python client."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -135,8 +136,14 @@ def assert_numbers_are_equal(js, pair, seen):
         np.testing.assert_allclose(numbers, truth, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("parts", SEEN)
+def pairs():
+    """Return each pair with each parts; the large one with parts that overlap is enough for the fast tests."""
+    for name, parts in itertools.product(PAIRS, SEEN):
+        slow = name == "single pixels" and parts != "parts that overlap"
+        yield pytest.param(name, parts, marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize(("name", "parts"), list(pairs()))
 def test_numbers_equal_those_of_the_python_client(js, name, parts):
     assert_numbers_are_equal(js, PAIRS[name], SEEN[parts])
 
