@@ -180,7 +180,7 @@ def test_preprocessed_tensor_gives_the_map_of_its_photo(network, photo):
 def test_photos_and_tensors_share_batches(network, photo):
     images = [photo, normalised(photo)] * 4
     with Explainer(network, **WHOLE) as explainer:
-        alone = [heatmap(explainer, image) for image in images]
+        alone = [heatmap(explainer, image) for image in images[:2]] * 4
         many = [result.explanations[0].heatmap for result in explainer.explain_many(images, targets=3, overlay=None)]
 
     for result_map, expected in zip(many, alone, strict=True):

@@ -81,7 +81,7 @@ def answer(client, data):
     return "OK"
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(150, marks=pytest.mark.slow)])
 def test_invalid_images_are_answered_in_little_memory(server, count):
     meter = Meter(server.pid)
     with camserve.Client(server.address, retries=0, timeout=600) as client:

@@ -19,6 +19,7 @@ from support import PHOTOS, serving
 
 ROOT = Path(__file__).parents[2]
 SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
+RESNET = "resnet=timm:test_resnet?weights=none&size=64"
 FEATURES = "/camserve.v1.ExplainService/ExtractFeatures"
 MAX_GROWTH = 6 * 2**20
 KEEPS = """
@@ -121,9 +122,9 @@ def status(connection, path="/health"):
     return response.status
 
 
-def test_renewed_certificate_is_used_for_new_connections(authority, tmp_path):
+def test_renewed_certificate_is_used_for_new_connections(authority, tiny, tmp_path):
     cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
-    with serving(models=(SMALL,), device="cpu", threads=1, tls_cert=cert, tls_key=key, http_address="0") as served:
+    with serving(models=(tiny,), device="cpu", threads=1, tls_cert=cert, tls_key=key, http_address="0") as served:
         serials = []
         open_before = https(served.http_port, authority)
         for _ in range(2):
@@ -139,9 +140,9 @@ def test_renewed_certificate_is_used_for_new_connections(authority, tmp_path):
     assert before == first == still != second
 
 
-def test_certificate_that_does_not_fit_its_key_keeps_the_previous_pair(authority, tmp_path):
+def test_certificate_that_does_not_fit_its_key_keeps_the_previous_pair(authority, tiny, tmp_path):
     cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
-    with serving(models=(SMALL,), device="cpu", threads=1, tls_cert=cert, tls_key=key, http_address="0") as served:
+    with serving(models=(tiny,), device="cpu", threads=1, tls_cert=cert, tls_key=key, http_address="0") as served:
         Path(cert).write_bytes(authority.issue("127.0.0.1").cert)
         connection = https(served.http_port, authority)
 
@@ -149,7 +150,7 @@ def test_certificate_that_does_not_fit_its_key_keeps_the_previous_pair(authority
         connection.close()
 
 
-def test_caller_without_a_certificate_of_the_authority_is_refused(authority, tmp_path):
+def test_caller_without_a_certificate_of_the_authority_is_refused(authority, tiny, tmp_path):
     cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
     (tmp_path / "ca.pem").write_bytes(authority.pem)
     known, unknown = (
@@ -157,7 +158,7 @@ def test_caller_without_a_certificate_of_the_authority_is_refused(authority, tmp
         Authority().issue("caller").write(tmp_path, "x"),
     )
     tls = {"tls_cert": cert, "tls_key": key, "tls_client_ca": str(tmp_path / "ca.pem")}
-    with serving(models=(SMALL,), device="cpu", threads=1, http_address="0", **tls) as served:
+    with serving(models=(tiny,), device="cpu", threads=1, http_address="0", **tls) as served:
         allowed = https(served.http_port, authority, known)
         assert status(allowed) == 200
         allowed.close()
@@ -166,10 +167,10 @@ def test_caller_without_a_certificate_of_the_authority_is_refused(authority, tmp
                 status(https(served.http_port, authority, pair))
 
 
-def test_plain_request_to_a_port_with_tls_is_refused(authority, tmp_path):
+def test_plain_request_to_a_port_with_tls_is_refused(authority, tiny, tmp_path):
     cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
     with (
-        serving(models=(SMALL,), device="cpu", threads=1, tls_cert=cert, tls_key=key, http_address="0") as served,
+        serving(models=(tiny,), device="cpu", threads=1, tls_cert=cert, tls_key=key, http_address="0") as served,
         pytest.raises((ConnectionError, http.client.HTTPException)),
     ):
         request(served.http_port, "GET", "/health")
@@ -194,12 +195,12 @@ def growth(server, warm, calls):
 
 
 def test_memory_of_the_server_does_not_grow_with_the_calls():
-    with server_process((SMALL,), "--threads", "1", "--http-address", "0", forked=True) as server:
-        assert growth(server, warm=50, calls=100) < MAX_GROWTH
+    with server_process((RESNET,), "--threads", "1", "--http-address", "0", forked=True) as server:
+        assert growth(server, warm=25, calls=40) < MAX_GROWTH
 
 
 def test_server_that_keeps_what_it_receives_grows_with_the_calls():
     """Control of the check above."""
     flags = ("--threads", "1", "--http-address", "0")
-    with server_process((SMALL,), *flags, forked=True, program=KEEPS + fork_server.SERVER) as server:
+    with server_process((RESNET,), *flags, forked=True, program=KEEPS + fork_server.SERVER) as server:
         assert growth(server, warm=5, calls=20) > MAX_GROWTH

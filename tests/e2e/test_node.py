@@ -50,24 +50,22 @@ def test_overlay_equals_that_of_the_python_client(node, address, tmp_path):
 def test_invalid_photo_of_a_stream_does_not_affect_others(node, tmp_path):
     (tmp_path / "broken.jpg").write_bytes(b"no photo")
     photos = [PHOTOS["coffee"], "broken.jpg", PHOTOS["rocket"]]
-    result = node(*photos, "--method", "saliency")
+    result = node(*photos, "--method", "edges")
 
     assert result.returncode == 1
     assert result.stderr.startswith("broken.jpg: ")
     assert result.stderr.count("\n") == 1
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["coffee.saliency.jpg", "rocket.saliency.jpg"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["coffee.edges.jpg", "rocket.edges.jpg"]
 
 
 def test_unreadable_photo_does_not_affect_others(node, tmp_path):
-    result = node(PHOTOS["coffee"], "nothing.jpg", PHOTOS["rocket"], "--method", "saliency")
+    result = node(PHOTOS["coffee"], "nothing.jpg", PHOTOS["rocket"], "--method", "edges")
 
     assert result.returncode == 1
     assert result.stderr.startswith("nothing.jpg: ENOENT: no such file")
     assert result.stderr.count("\n") == 1
     pictures = {line.split(": ")[0]: line.rpartition(": ")[2] for line in result.stdout.splitlines()}
-    assert pictures == {
-        str(PHOTOS[name]): str(tmp_path / "out" / f"{name}.saliency.jpg") for name in ("coffee", "rocket")
-    }
+    assert pictures == {str(PHOTOS[name]): str(tmp_path / "out" / f"{name}.edges.jpg") for name in ("coffee", "rocket")}
 
 
 def test_photos_with_the_same_name_get_different_pictures(node, tmp_path):
@@ -75,22 +73,22 @@ def test_photos_with_the_same_name_get_different_pictures(node, tmp_path):
     for path, name in zip(photos, ["coffee", "rocket", "chelsea", "coffee"], strict=True):
         (tmp_path / path).parent.mkdir()
         (tmp_path / path).write_bytes(PHOTOS[name].read_bytes())
-    result = node(*photos, "--method", "saliency")
+    result = node(*photos, "--method", "edges")
 
     assert (result.returncode, result.stderr) == (0, "")
     pictures = {line.split(": ")[0]: Path(line.rpartition(": ")[2]).name for line in result.stdout.splitlines()}
     assert pictures == {
-        "a/1.jpg": "1.saliency.jpg",
-        "b/1.jpg": "1-2.saliency.jpg",
-        "c/1-2.jpg": "1-2-2.saliency.jpg",
-        "d/1.JPG": "1-3.saliency.jpg",
+        "a/1.jpg": "1.edges.jpg",
+        "b/1.jpg": "1-2.edges.jpg",
+        "c/1-2.jpg": "1-2-2.edges.jpg",
+        "d/1.JPG": "1-3.edges.jpg",
     }
     for path, name in pictures.items():
         with Image.open(tmp_path / path) as photo, Image.open(tmp_path / "out" / name) as picture:
             assert photo.size == picture.size
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_model_without_predictions_is_explained(node, tmp_path, count):
     photos = [PHOTOS["coffee"], PHOTOS["rocket"]][:count]
     with camserve_server.running("pooled=coloured:Pooled?size=64&task=embed") as address:
@@ -102,6 +100,7 @@ def test_model_without_predictions_is_explained(node, tmp_path, count):
     assert all(": similarity by " in line for line in lines)
 
 
+@pytest.mark.slow
 def test_no_proxy_is_used_without_tls(node, monkeypatch):
     for variable in ("grpc_proxy", "https_proxy", "http_proxy"):
         monkeypatch.setenv(variable, "http://127.0.0.1:1")  # where nothing listens
@@ -110,7 +109,7 @@ def test_no_proxy_is_used_without_tls(node, monkeypatch):
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_hostile_server_cannot_choose_files_or_control_the_terminal(node, tmp_path, count):
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -145,6 +144,7 @@ try {
 """
 
 
+@pytest.mark.slow
 def test_error_of_the_request_iterator_ends_the_stream(address, tmp_path):
     (tmp_path / "use.mjs").write_text(WITH_A_REASON % (CLIENT / "explain.js").as_uri())
     command = [NODE, tmp_path / "use.mjs", address]
@@ -217,7 +217,7 @@ def test_photos_are_read_with_backpressure_and_not_after_cancellation(tmp_path):
         pytest.param([PHOTOS["chelsea"], "--model", "resnet50"], "resnet50", marks=pytest.mark.slow),
         ([PHOTOS["chelsea"], "--token", "secret"], "a token requires TLS"),
         pytest.param(["nothing.jpg"], "no such file", marks=pytest.mark.slow),
-        ([], "no photo given"),
+        pytest.param([], "no photo given", marks=pytest.mark.slow),
     ],
 )
 def test_error_is_reported_in_one_line(node, arguments, message):

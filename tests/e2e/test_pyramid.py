@@ -104,6 +104,7 @@ def test_command_returns_the_same_map(served, explanation, tmp_path):
     np.testing.assert_array_equal(np.load(path), explanation.heatmap)
 
 
+@pytest.mark.slow
 def test_explainer_returns_the_same_map(explanation):
     with Explainer(DETECTOR, device="cpu", settings={"threads": 1}) as explainer:
         (found,) = explainer.explain(PHOTO, layers="pyramid", overlay=None).explanations

@@ -286,10 +286,10 @@ def test_estimated_cost_is_the_number_of_rows_that_run(client, photo):
 
 def test_explainer_has_the_same_options(explain, photo):
     options = {"profile": "signed", "scale": "request", "regions": 0.9, "targets": camserve.contrast(281, 285)}
-    with Explainer("efficientnet_lite0") as explainer:
+    with Explainer("timm:test_resnet?weights=none&size=64") as explainer:
         (explanation,) = explainer.explain(photo, **options).explanations
         assert explainer.estimate_cost(**options) == camserve.Cost(rows=1, explanations=1, max_rows=16384)
-    served = explain(**options)
+    served = explain(model="resnet", **options)
 
     assert explanation.scale == pytest.approx(served.scale, rel=CLOSE)
     assert [region.area for region in explanation.regions] == [region.area for region in served.regions]
