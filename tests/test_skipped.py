@@ -12,6 +12,8 @@ import skipped
 
 TESTS = Path(__file__).parent
 REASONS = {name: value for name, value in vars(needs).items() if name.isupper() and ":" in value}
+SKIPS = {"skip", "skipif", "importorskip"}
+MENTIONS = re.compile(rf"\b({'|'.join(SKIPS)})\b")
 FORM = re.compile(r"[^:]+ is (not installed|missing): \S.+")
 MODULE = """
 import pytest
@@ -73,14 +75,12 @@ def test_reason_names_the_missing_tool_and_the_command_to_get_it(reason):
 def literal_reasons():
     """Yield the reason of every skip in this project's tests."""
     for path in sorted(TESTS.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
-                "skip",
-                "skipif",
-                "importorskip",
-            ):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if MENTIONS.search(text) else []:
+            name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+            if name in SKIPS:
                 words = [each.value for each in node.keywords if each.arg == "reason"]
-                words += node.args[:1] if ast.unparse(node.func).endswith(".skip") else []
+                words += node.args[:1] if name == "skip" else []
                 yield from ((path.name, word.value) for word in words if isinstance(word, ast.Constant))
 
 
