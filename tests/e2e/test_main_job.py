@@ -101,13 +101,33 @@ def test_predictions_equal_timms_own_evaluation(client, photo, lite0):
     assert max(abs(p.probability - expected[p.class_index]) for p in result.predictions) <= 0.02
 
 
-def test_timm_model_gets_timms_own_transform(lite0, tmp_path):
-    """A timm model with the real weights in a file is evaluated as timm's configuration says."""
-    save_file(lite0.module.state_dict(), tmp_path / "lite0.safetensors")
-    reference = timm.create_model("tf_efficientnet_lite0").eval()
-    reference.load_state_dict(lite0.module.state_dict())
+def sharp():
+    """Return a small model of timm's with random weights whose probabilities show any other transform.
+
+    The crop changes them by 0.03, the interpolation by 0.06, and mean or deviation by more.
+    """
+    torch.manual_seed(4)
+    model = timm.create_model("test_resnet")
+    with torch.no_grad():
+        model.fc.weight.mul_(200)
+    return model
+
+
+def real(lite0):
+    """Return timm's own model with the real weights of the embedded one."""
+    model = timm.create_model("tf_efficientnet_lite0")
+    model.load_state_dict(lite0.module.state_dict())
+    return model
+
+
+@pytest.mark.parametrize("weights", ["random", pytest.param("real", marks=pytest.mark.slow)])
+def test_timm_model_gets_timms_own_transform(weights, request, tmp_path):
+    """A timm model with its weights in a file is evaluated as timm's configuration says."""
+    reference = (sharp() if weights == "random" else real(request.getfixturevalue("lite0"))).eval()
+    save_file(reference.state_dict(), tmp_path / "weights.safetensors")
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(reference))
-    spec = f"lite0=timm:tf_efficientnet_lite0?weights={tmp_path / 'lite0.safetensors'}"
+    name = {"random": "test_resnet", "real": "tf_efficientnet_lite0"}[weights]
+    spec = f"net=timm:{name}?weights={tmp_path / 'weights.safetensors'}"
 
     with serving(models=(spec,)) as served, camserve.Client(served.address) as client:
         for path in (PHOTOS["chelsea"], PHOTOS["astronaut"]):  # one wide, one square
@@ -155,21 +175,21 @@ def explain(client, number, image, model="resnet"):
     return client.explain(image, model=model, methods=methods, targets=targets, overlay=None)
 
 
-def test_64_concurrent_requests_are_answered_as_if_alone(served, client):
+def test_32_concurrent_requests_are_answered_as_if_alone(served, client):
     """Maps differ by at most 1e-5 of the maximum; images, targets and methods differ; the first batches are full."""
-    images = list(crops(64))
+    images = list(crops(32))
     alone = [explain(client, number, image) for number, image in enumerate(images)]
     stats = served.pipeline.batcher.stats
     batches, rows = stats.batches, stats.rows
     served.do(served.pipeline.batcher.pause)
-    with ThreadPoolExecutor(64) as threads:
-        calls = [threads.submit(explain, client, number, images[number]) for number in range(64)]
-        wait_until(lambda: rows_waiting(served) >= 64)
+    with ThreadPoolExecutor(32) as threads:
+        calls = [threads.submit(explain, client, number, images[number]) for number in range(32)]
+        wait_until(lambda: rows_waiting(served) >= 32)
         served.do(served.pipeline.batcher.resume)
         together = [call.result() for call in calls]
 
-    later = stats.rows - rows - 64  # of methods with several passes; at worst each had a batch of its own
-    assert stats.batches - batches <= 64 / 8 + len(METHODS) + later
+    later = stats.rows - rows - 32  # of methods with several passes; at worst each had a batch of its own
+    assert stats.batches - batches <= 32 / 8 + len(METHODS) + later
     for expected, other in zip(alone, together, strict=True):
         assert [p.class_index for p in expected.predictions] == [p.class_index for p in other.predictions]
         for first, second in zip(expected.explanations, other.explanations, strict=True):
@@ -177,7 +197,7 @@ def test_64_concurrent_requests_are_answered_as_if_alone(served, client):
             assert np.abs(first.heatmap - second.heatmap).max() <= 1e-5 * np.abs(first.heatmap).max()
 
 
-@pytest.mark.parametrize("requests", [200, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("requests", [100, pytest.param(500, marks=pytest.mark.slow)])
 def test_responses_of_many_requests_are_not_swapped(client, requests):
     """Score and map of each response must be those of its picture and class."""
     distinct = requests // 10
@@ -215,9 +235,9 @@ def cancelled_call(address, image, model, after):
 
 
 def random_request(served, client, images, chance, number):
-    """Send a request of a random kind; return the outcome by name."""
+    """Send a request, of the kind that its number has; return the outcome by name."""
     model = ("small", "resnet")[number % 2]
-    kind = chance.random()
+    kind = number // 2 % 10 / 10
     try:
         if kind < 0.1:
             client.explain(b"rubbish", model=model)
@@ -242,7 +262,7 @@ def test_mixed_requests_leave_the_models_as_they_were(served, client):
     chance = random.Random(3)
 
     with ThreadPoolExecutor(24) as threads:
-        outcomes = list(threads.map(lambda number: random_request(served, client, images, chance, number), range(120)))
+        outcomes = list(threads.map(lambda number: random_request(served, client, images, chance, number), range(60)))
 
     assert {"OK", "InvalidArgument", "NotFound", "DeadlineExceeded", "Cancelled"} == set(outcomes)
     for name, model in engine._models.items():
@@ -261,11 +281,11 @@ def test_remaining_hook_is_counted(served):
 
 
 def test_results_of_a_stream_are_in_order(client):
-    images = list(crops(12))
+    images = list(crops(6))
     results = list(client.explain_many(images, overlay=None, max_predictions=1000, heatmap=False))
-    alone = [client.explain(image, overlay=None, heatmap=False) for image in images[:5]]
+    alone = [client.explain(image, overlay=None, heatmap=False) for image in images[:3]]
 
-    assert len(results) == 12
+    assert len(results) == 6
     for expected, other in zip(alone, results, strict=False):
         assert expected.predictions[0].class_index == other.predictions[0].class_index
         assert expected.predictions[0].score == pytest.approx(other.predictions[0].score, abs=1e-3)
