@@ -252,6 +252,7 @@ os.fork() or os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_signal_in_a_callback_that_swallows_exceptions_stops_the_server(folder, monkeypatch):
     """Python prints an exception that is raised in a callback after a fork, and continues."""
     assert stopped_in(FORKS, folder, monkeypatch) == (0, "")
@@ -332,7 +333,7 @@ def test_model_that_cannot_be_loaded_without_a_server_is_one_line(folder):
     assert not (folder / "out").exists()
 
 
-@pytest.mark.parametrize("missing", ["torch", "pydantic"])
+@pytest.mark.parametrize("missing", ["torch", pytest.param("pydantic", marks=pytest.mark.slow)])
 def test_missing_dependency_names_the_extra_to_install(missing, folder, monkeypatch):
     (folder / "sitecustomize.py").write_text(f'import sys; sys.modules["{missing}"] = None')
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
@@ -342,6 +343,7 @@ def test_missing_dependency_names_the_extra_to_install(missing, folder, monkeypa
     assert result.stderr == f'error: no module {missing}: the server needs `pip install "camserve[server]"`\n'
 
 
+@pytest.mark.slow
 def test_help_does_not_import_torch():
     code = "import sys; sys.argv[1:] = ['serve', '--help']; from camserve_server.cli import main\n"
     code += "try: main()\nfinally: assert 'torch' not in sys.modules"
