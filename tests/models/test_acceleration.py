@@ -34,7 +34,7 @@ FOLDED = {
     "efficientnet_lite0": 49,
     "torchvision:densenet121": 59,  # of 121: the others come after a concatenation
 }
-FAST = ("timm:test_efficientnet", "timm:test_resnet", "torchvision:mobilenet_v3_small")
+FAST = ("timm:test_efficientnet", "timm:test_resnet")
 
 
 @pytest.fixture(

@@ -26,6 +26,7 @@ from camserve_server.models.probe import (
 from camserve_server.models.values import Layout
 from camserve_server.targets.values import ClassTarget
 from methods.tools import call, error_ratio, exact, inputs, noise, run
+from models.lazy_folders import marked_except
 
 PATCH = 4
 
@@ -388,7 +389,7 @@ TRANSFORMERS = (
 )
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("name", marked_except(pytest.mark.slow, TRANSFORMERS[:1], TRANSFORMERS))
 def test_grids_in_the_table_are_those_that_timm_states(name):
     with torch.device("meta"):
         model = timm.create_model(name)

@@ -25,9 +25,11 @@ from camserve_server.models.values import Pass
 from camserve_server.targets.values import ClassTarget
 from coloured import Finder
 from methods.tools import CAMS, call, error_ratio, exact, gap, noise, run
+from models.lazy_folders import marked_except
 
 SIDE = 32
 BATCHES = (1, 2, 3, 5, 8, 11)
+FAST_BATCHES = (1, 2, 11)
 CALLS = {"cam": tuple(map(call, CAMS)), "curvature": (call("shapleycam"),), "score": ()}
 
 
@@ -103,9 +105,10 @@ def load(make=Tower, **options):
     params=["traced", *(pytest.param(precision, marks=pytest.mark.slow) for precision in ("float32", "bfloat16"))],
 )
 def pair(request):
-    """Return a compiled model and the same model uncompiled."""
+    """Return a compiled model and the same model uncompiled; in bfloat16, in the other memory layout."""
     precision = "float32" if request.param == "traced" else request.param
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "is_channels_last_faster", lambda *_, **__: precision == "float32")
         patch.setattr(torch, "compile", trace if request.param == "traced" else compiler)
         return [load(precision=precision, compile=compiling) for compiling in (True, False)]
 
@@ -131,7 +134,7 @@ def calls_of_compiled_code(model, rows, kind):
 
 
 @pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize("rows", BATCHES)
+@pytest.mark.parametrize("rows", marked_except(pytest.mark.slow, FAST_BATCHES, BATCHES))
 def test_results_equal_those_of_the_uncompiled_model(pair, rows, kind):
     """In bfloat16, fused operations do not round intermediate results."""
     if pair[0].info.precision == "float32":
@@ -145,19 +148,10 @@ def error(pair, rows, kind):
     return max(map(error_ratio, *(answers(model, rows, kind) for model in (*pair, exact(pair[1])))))
 
 
-@pytest.mark.slow
-def test_compiled_code_gives_the_same_results_in_the_chosen_memory_layout(monkeypatch):
-    monkeypatch.setattr(layout, "is_channels_last_faster", lambda *_, **__: False)
-    pair = [load(compile=compiling) for compiling in (True, False)]
-
-    assert not pair[0].info.channels_last
-    assert [calls_of_compiled_code(pair[0], rows, "cam") for rows in BATCHES] == [3] * len(BATCHES)
-    assert max(error(pair, 2, kind) for kind in CALLS) <= 1
-
-
 def test_loaded_model_compiles_nothing_more(pair):
     model, before = pair[0], dict(counters["stats"])
     assert model.info.default_layer == "three"
+    assert model.info.channels_last == (model.info.precision == "float32")
     assert model.accelerated.compiled_modules == ("one", "two", "three")
     for rows in BATCHES:
         for kind in CALLS:

@@ -176,6 +176,6 @@ def test_two_classes_of_one_logit_for_each_pixel_are_a_segmentation():
 
 
 def test_binary_task_of_a_spec_makes_two_classes():
-    model = load(parse("torchvision:mobilenet_v3_small?weights=none&classes=1&size=32&task=binary"))
+    model = load(parse("timm:test_resnet?weights=none&classes=1&size=32&task=binary"))
 
     assert (model.info.task, model.info.classes) == ("classify", 2)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import needs
 from camserve_server import models
 from camserve_server.core.errors import ConfigError
-from camserve_server.models import parse
+from camserve_server.models import parse, sources
 from models.lazy_folders import Folders, marked_except
 
 hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
@@ -82,7 +82,7 @@ def test_code_in_the_folder_is_never_run(folder, tmp_path, monkeypatch):
     changed(folder, auto_map=dict.fromkeys(kinds, "theirs.Net"))
     changed(folder, "preprocessor_config.json", auto_map={"AutoImageProcessor": "theirs.Ready"})
 
-    assert models.load(parse(f"hf:{folder}")).info.task in ("detect", "segment")
+    assert sources.build(parse(f"hf:{folder}")).task in ("detect", "segment")  # nothing later reads the folder
     assert not mark.exists()
 
 
@@ -128,7 +128,9 @@ def test_backbone_by_name_alone_is_not_looked_for(kind, originals, tmp_path, off
     assert not offline
 
 
-def test_attention_kernel_named_in_the_folder_is_not_fetched(folder, offline):
+@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, FAST[:-1], KINDS))
+def test_attention_kernel_named_in_the_folder_is_not_fetched(kind, originals, tmp_path, offline):
+    folder = shutil.copytree(originals[kind], tmp_path / kind)
     changed(folder, attn_implementation="kernels-community/flash-attn", _attn_implementation="kernels-community/vit")
     if "backbone_config" in json.loads((folder / "config.json").read_text()):
         changed_backbone(folder, _attn_implementation="kernels-community/vit", attn_implementation="owner/kernel")

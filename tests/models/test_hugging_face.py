@@ -25,20 +25,21 @@ from camserve_server.models.huggingface import folder as folder_checks
 from camserve_server.models.huggingface import loading
 from camserve_server.targets.values import ClassTarget
 from methods.tools import call, error_ratio, explain, inputs, job, maps, noise
-from models.lazy_folders import marked_except
-from support import PHOTOS, serving
+from models.lazy_folders import Servers, marked_except
+from support import PHOTOS
 
 hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
 
 LABELS = {index: f"thing {index}" for index in range(5)}
-FEW = {"samples": 4, "steps": 4, "scales": 1, "top_channels": 4, "cells": 3, "k": 0.5}
+FAST = ("vit", "resnet")
+FEW = {"samples": 2, "steps": 2, "scales": 1, "top_channels": 2, "cells": 2, "k": 0.5}
 SQUARE = {"size": {"height": 64, "width": 64}}
 
 
 def vit(**options):
     return hf.ViTForImageClassification(
         hf.ViTConfig(
-            hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, image_size=64,
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=64,
             patch_size=8, **{"id2label": LABELS, **options},
         )
     )  # fmt: skip
@@ -63,7 +64,7 @@ def swin():
 
 
 def dino():
-    sizes = {"image_size": 64, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {"image_size": 64, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     return hf.Dinov2ForImageClassification(hf.Dinov2Config(**sizes, id2label=LABELS))
 
 
@@ -131,17 +132,23 @@ def complaint(folder, options=""):
 
 
 @pytest.fixture(scope="module")
-def served(zoo):
-    with serving(models=tuple(f"hf:{zoo / kind}" for kind in KINDS), device="cpu") as running:
-        yield running.address
+def servers():
+    with Servers() as running:
+        yield running
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.fixture(scope="module")
+def shared(zoo, servers):
+    """Return a function that returns the model of a kind's server, for tests that only read it."""
+    return lambda kind: servers.model(f"hf:{zoo / kind}")
+
+
+@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, FAST, KINDS))
 @pytest.mark.parametrize("photo", marked_except(pytest.mark.slow, ["chelsea"], ["chelsea", "rocket"]))
-def test_predictions_equal_those_of_transformers_pipeline(kind, photo, zoo, served):
+def test_predictions_equal_those_of_transformers_pipeline(kind, photo, zoo, servers):
     pipeline = hf.pipeline("image-classification", model=str(zoo / kind), device="cpu", top_k=5)
     expected = {entry["label"]: entry["score"] for entry in pipeline(Image.open(PHOTOS[photo]).convert("RGB"))}
-    with camserve.Client(served) as client:
+    with camserve.Client(servers.address(f"hf:{zoo / kind}")) as client:
         result = client.explain(PHOTOS[photo], model=kind, top_k=5)
 
     probabilities = {prediction.label: prediction.probability for prediction in result.predictions}
@@ -165,9 +172,9 @@ def by_hand(net, layer, image):
     return captured[-1].detach(), captured[-1].grad, leaf.grad
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_maps_equal_those_from_autograd(kind, zoo):
-    model, image = loaded(zoo / kind), noise(1, 64)
+@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, FAST, KINDS))
+def test_maps_equal_those_from_autograd(kind, zoo, shared):
+    model, image = shared(kind), noise(1, 64)
     layer = model.info.default_layer
     results = maps(model, image, layer)
     results["saliency"] = explain(model, image, job(model, ["saliency"], [ClassTarget(1)])).explanations[0].heatmap
@@ -197,9 +204,9 @@ def maps_by_hand(net, layer, image):
     }
 
 
-@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, ("vit", "resnet"), KINDS))
-def test_every_method_explains_it_or_says_what_is_missing(kind, zoo):
-    model, refused = loaded(zoo / kind), {}
+@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, FAST, KINDS))
+def test_every_method_explains_it_or_says_what_is_missing(kind, shared):
+    model, refused = shared(kind), {}
     for name, method in METHODS.items():
         if method.tasks and model.info.task not in method.tasks:
             continue  # refused with the request
@@ -220,9 +227,9 @@ def test_every_method_explains_it_or_says_what_is_missing(kind, zoo):
     )
 
 
-def test_module_whose_first_output_is_unused_is_not_explainable(zoo):
+def test_module_whose_first_output_is_unused_is_not_explainable(shared):
     """ResNetModel pools its own feature maps: later layers use only the pooled ones, so the maps have no gradient."""
-    layers = loaded(zoo / "resnet").info.layers
+    layers = shared("resnet").info.layers
 
     assert layers["resnet"].reason.startswith("the score does not depend on its grid")
     assert layers["resnet.encoder"].layout
@@ -242,7 +249,7 @@ def test_module_whose_first_output_is_unused_is_not_explainable(zoo):
         (lambda: hf.ViTImageProcessor(**SQUARE, do_normalize=False), (64, 64)),
     ],
 )
-@pytest.mark.parametrize("photo", ["chelsea", "coffee"])
+@pytest.mark.parametrize("photo", marked_except(pytest.mark.slow, ["chelsea"], ["chelsea", "coffee"]))
 def test_preprocessing_equals_the_processors(make, resize, photo):
     reference, pixels = make(), np.asarray(Image.open(PHOTOS[photo]).convert("RGB"))
     preprocess = huggingface.preprocess_of(reference, "hf:net")
@@ -280,7 +287,11 @@ def test_labels_are_those_of_the_config_without_placeholders(folder):
 
 @pytest.mark.parametrize(
     ("problem", "task"),
-    [("multi_label_classification", "multilabel"), ("regression", "regress"), (None, "classify")],
+    [
+        ("multi_label_classification", "multilabel"),
+        ("regression", "regress"),
+        pytest.param(None, "classify", marks=pytest.mark.slow),
+    ],
 )
 def test_task_is_that_of_the_config(folder, problem, task):
     changed(folder, problem_type=problem)
@@ -301,13 +312,13 @@ def test_weights_saved_in_half_precision_run_in_float32(folder):
     assert {weight.dtype for weight in loaded(folder).module.parameters()} == {torch.float32}
 
 
-def test_weights_in_several_files_are_loaded(folder, zoo):
+def test_weights_in_several_files_are_loaded(folder, shared):
     net = transformers_model(folder)
     (folder / "model.safetensors").unlink()
     net.save_pretrained(folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
 
-    assert loaded(folder).info.digest == loaded(zoo / "vit").info.digest
+    assert loaded(folder).info.digest == shared("vit").info.digest
 
 
 def test_network_can_have_random_weights_or_those_of_another_file(folder, tmp_path):
@@ -508,11 +519,11 @@ def test_no_file_in_a_folder_makes_transformers_read_a_pickle(folder, way, monke
     assert not mark.exists()
 
 
-def test_weights_named_in_the_config_are_loaded(folder, zoo):
+def test_weights_named_in_the_config_are_loaded(folder, shared):
     (folder / "model.safetensors").rename(folder / "best.safetensors")
     changed(folder, transformers_weights="best.safetensors")
 
-    assert loaded(folder).info.digest == loaded(zoo / "vit").info.digest
+    assert loaded(folder).info.digest == shared("vit").info.digest
 
 
 # --- errors ---

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import needs
-from camserve_server import Explainer, models
+from camserve_server import Explainer
 from camserve_server.core.errors import ConfigError
-from camserve_server.models import parse
+from camserve_server.models import parse, sources
 from methods.tools import error_ratio
 
 hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
@@ -71,8 +71,15 @@ def npy(values):
     return file.getvalue()
 
 
-@pytest.mark.parametrize("channels", [1, 12])
-@pytest.mark.parametrize(("kind", "dtype"), [("vit", "uint16"), ("resnet", "float32")])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "channels"),
+    [
+        ("vit", "uint16", 12),
+        ("resnet", "float32", 1),
+        pytest.param("vit", "uint16", 1, marks=pytest.mark.slow),
+        pytest.param("resnet", "float32", 12, marks=pytest.mark.slow),
+    ],
+)
 def test_predictions_and_maps_are_as_exact_as_the_plain_models(kind, channels, dtype, tmp_path):
     folder, mean, std = saved(tmp_path, kind, channels)
     values = (np.random.default_rng(channels).random((64, 64, channels)) * TOP[dtype]).astype(dtype)
@@ -90,7 +97,7 @@ def test_predictions_and_maps_are_as_exact_as_the_plain_models(kind, channels, d
 
 
 def loaded(folder):
-    return models.load(parse(f"hf:{folder}")).info.preprocess
+    return sources.build(parse(f"hf:{folder}")).preprocess
 
 
 @pytest.mark.parametrize(

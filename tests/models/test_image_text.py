@@ -1,6 +1,7 @@
 """CLIP, SigLIP and SigLIP 2 from folders: scores, predictions and maps of texts equal those of transformers."""
 
 import io
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -21,8 +22,7 @@ from camserve_server.models.text import TextTower
 from camserve_server.targets.values import ClassTarget, ContrastTarget, RankTarget, SimilarityTarget, TextTarget
 from methods.tools import call, error_ratio, explain, gap, inputs, job, noise, run
 from models.image_text_folders import KINDS, SIDE, TEXTS, save, tokens_of
-from models.lazy_folders import marked_except
-from support import serving
+from models.lazy_folders import Servers, marked_except
 
 hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
 
@@ -35,7 +35,7 @@ LAYERS = {
     "siglip": "vision_model.post_layernorm",
     "siglip2": "vision_model.post_layernorm",
 }
-FEW = {"samples": 4, "steps": 4, "scales": 1, "top_channels": 4, "cells": 3, "k": 0.5}
+FEW = {"samples": 2, "steps": 2, "scales": 1, "top_channels": 2, "cells": 2, "k": 0.5}
 NO_RELU = {"guided_backprop", "deconvnet", "guided_gradcam"}
 
 
@@ -47,15 +47,22 @@ def zoo(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def loaded(zoo):
-    return {kind: models.load(parse(f"hf:{folder}")) for kind, folder in zoo.items()}
+def servers():
+    with Servers() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
-def served(zoo):
-    specs = tuple(f"hf:{folder}" for folder in zoo.values())
-    with serving(models=specs, device="cpu") as running, camserve.Client(running.address) as client:
-        yield client
+def loaded(zoo, servers):
+    """Return a function that returns the model of a family's server."""
+    return lambda kind: servers.model(f"hf:{zoo[kind]}")
+
+
+@pytest.fixture
+def served(zoo, servers):
+    """Return a function that returns a client of a family's server."""
+    with ExitStack() as clients:
+        yield lambda kind: clients.enter_context(camserve.Client(servers.address(f"hf:{zoo[kind]}")))
 
 
 def png(seed):
@@ -129,9 +136,9 @@ def test_tokens_equal_those_of_transformers_processor(kind, zoo):
         assert torch.equal(mask, expected["attention_mask"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, FAST, KINDS))
 def test_default_layer_is_the_last_one_whose_patches_reach_the_score(kind, loaded):
-    info = loaded[kind].info
+    info = loaded(kind).info
     layout = info.layers[info.default_layer].layout
 
     assert info.default_layer == LAYERS[kind]
@@ -140,18 +147,18 @@ def test_default_layer_is_the_last_one_whose_patches_reach_the_score(kind, loade
     assert all(not name.startswith("text") for name in info.layers)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, FAST, KINDS))
 def test_scores_of_all_texts_equal_transformers_logits(kind, zoo, served):
-    result = served.explain(png(3), model=kind, targets=[camserve.text(text) for text in TEXTS])
+    result = served(kind).explain(png(3), model=kind, targets=[camserve.text(text) for text in TEXTS])
     plain, truth = (logits(zoo[kind], 3, TEXTS, precision).numpy() for precision in PRECISIONS)
 
     assert [explanation.target.label for explanation in result.explanations] == [text or "class 0" for text in TEXTS]
     assert error_ratio([explanation.score for explanation in result.explanations], plain, truth) <= 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, FAST, KINDS))
 def test_predictions_equal_transformers_zero_shot_classification(kind, zoo, served):
-    result = served.explain(png(4), model=kind, texts=CLASSES, top_k=2)
+    result = served(kind).explain(png(4), model=kind, texts=CLASSES, top_k=2)
     plain, truth = (logits(zoo[kind], 4, CLASSES, precision) for precision in PRECISIONS)
     chances = (values.softmax(0) if kind == "clip" else values.sigmoid() for values in (plain, truth))
     found = sorted(result.predictions, key=lambda prediction: prediction.class_index)
@@ -166,7 +173,7 @@ def test_predictions_equal_transformers_zero_shot_classification(kind, zoo, serv
 
 @pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, FAST, KINDS))
 def test_maps_of_texts_equal_those_from_autograd(kind, zoo, loaded):
-    model, image = loaded[kind], noise(1, SIDE)
+    model, image = loaded(kind), noise(1, SIDE)
     targets = [TextTarget("a red photo"), ClassTarget(2), ContrastTarget(0, 1)]
     found = explain(model, image, asked(model, targets, CLASSES)).explanations
     texts = (*CLASSES, "a red photo")
@@ -178,7 +185,7 @@ def test_maps_of_texts_equal_those_from_autograd(kind, zoo, loaded):
 
 @pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, FAST, KINDS))
 def test_neighbours_with_other_texts_change_nothing(kind, zoo, loaded):
-    model, pictures = loaded[kind], [noise(seed, SIDE) for seed in (5, 6, 7)]
+    model, pictures = loaded(kind), [noise(seed, SIDE) for seed in (5, 6, 7)]
     texts = ("cat", "dog", "photo", "no", "cats")
     (embeddings,) = [embedded(model, texts)]
     rows = [
@@ -208,7 +215,7 @@ def stacked(embeddings, texts):
 
 @pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, ["clip"], KINDS))
 def test_every_method_explains_a_text_or_says_what_is_missing(kind, loaded):
-    model, refused = loaded[kind], {}
+    model, refused = loaded(kind), {}
     for name, method in METHODS.items():
         if method.tasks:  # of detectors only
             continue
@@ -252,7 +259,7 @@ def grad_eclip_by_hand(folder, pixels, texts, precision):
 
 
 def test_grad_eclip_equals_the_formula_on_transformers_own_modules(zoo, loaded):
-    model, image = loaded["clip"], noise(8, SIDE)
+    model, image = loaded("clip"), noise(8, SIDE)
     (found,) = explain(model, image, asked(model, [TextTarget("a red photo")], (), ["gradeclip"])).explanations
     plain, truth = (grad_eclip_by_hand(zoo["clip"], inputs(model, image), ["a red photo"], each) for each in PRECISIONS)
 
@@ -262,7 +269,7 @@ def test_grad_eclip_equals_the_formula_on_transformers_own_modules(zoo, loaded):
 
 @pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, FAST, KINDS))
 def test_grad_eclip_of_a_batch_equals_that_of_each_row(kind, loaded):
-    model, pictures = loaded[kind], [noise(seed, SIDE) for seed in (1, 2)]
+    model, pictures = loaded(kind), [noise(seed, SIDE) for seed in (1, 2)]
     embeddings = embedded(model, ["cat", "dog"])
     rows = [
         Row(picture, TextTarget(text, embeddings[text]), (call("gradeclip"),))
@@ -294,7 +301,7 @@ def counted(monkeypatch):
 
 
 def test_texts_of_one_batch_take_one_forward_pass_without_repetition(loaded, counted):
-    model = loaded["clip"]
+    model = loaded("clip")
     first = embedded(model, ["a", "b", "c"])
     rows = [Row(np.empty((0, 0, 3), np.uint8), TextTarget(text)) for text in ("b", "a", "b", "d")]
     results = run(model, rows, (), "text")
@@ -305,15 +312,15 @@ def test_texts_of_one_batch_take_one_forward_pass_without_repetition(loaded, cou
     assert gap(results[1].logits, first["a"]) < 1e-5
 
 
-def test_repeated_text_takes_no_further_pass(zoo, counted):
-    with serving(models=(f"hf:{zoo['siglip']}",), device="cpu") as running, camserve.Client(running.address) as client:
-        counted.clear()  # of the trial when the model was loaded
-        first = client.explain(png(1), targets=[camserve.text("cat")])
-        client.explain(png(2), targets=[camserve.text("cat")], texts=["dog", "cat"], methods=["gradcam", "occlusion"])
-        again = client.explain(png(1), targets=[camserve.text("cat")])
-        client.inspect(png(1), target=camserve.text("cat"))
+def test_repeated_text_takes_no_further_pass(served, counted):
+    client, new, newer = served("siglip"), "a text of this test", "another text of this test"
+    counted.clear()  # of the trial when the model was loaded
+    first = client.explain(png(1), targets=[camserve.text(new)])
+    client.explain(png(2), targets=[camserve.text(new)], texts=[newer, new], methods=["gradcam", "occlusion"])
+    again = client.explain(png(1), targets=[camserve.text(new)])
+    client.inspect(png(1), target=camserve.text(new))
 
-    assert counted == [["cat"], ["dog"]]
+    assert counted == [[new], [newer]]
     assert first.explanations[0].score == again.explanations[0].score
 
 
@@ -384,6 +391,6 @@ def test_unusable_labels_are_refused(tmp_path, texts, words):
 
 
 def test_model_without_a_text_side_refuses_a_pass_over_texts(loaded):
-    model = loaded["clip"]
+    model = loaded("clip")
     with pytest.raises(FailedPrecondition, match="takes no texts"):
         run(replace(model, text=None), [Row(np.empty((0, 0, 3), np.uint8), TextTarget("a"))], (), "text")

@@ -18,8 +18,10 @@ from camserve_server.models import parse, probe, probe_cache
 from camserve_server.models.values import Pass
 from camserve_server.targets import anything
 from methods.tools import noise
+from models.lazy_folders import marked_except
 
-NET = "timm:test_resnet?weights=none&size=64"
+PLAIN = "timm:test_resnet?weights=none&size=64"
+NET = f"{PLAIN}&accelerate=false"
 
 
 @pytest.fixture
@@ -50,8 +52,8 @@ def file_in(folder):
 @pytest.mark.parametrize(
     "spec",
     [
-        "efficientnet_lite0?size=64",
-        NET,
+        pytest.param("efficientnet_lite0?size=64", marks=pytest.mark.slow),
+        PLAIN,
         "timm:test_vit?weights=none&size=64&classes=0",
         pytest.param("torchvision:lraspp_mobilenet_v3_large?weights=none&size=64", marks=pytest.mark.slow),
         pytest.param("torchvision:ssdlite320_mobilenet_v3_large?weights=none&size=128", marks=pytest.mark.slow),
@@ -84,7 +86,7 @@ def test_cached_start_gives_the_same_bytes():
 
 @pytest.mark.parametrize(
     "other",
-    ["timm:test_resnet?weights=none&size=96", "timm:test_efficientnet?weights=none&size=64"],
+    ["timm:test_resnet?weights=none&size=96&accelerate=false", "timm:test_vit?weights=none&accelerate=false"],
 )
 def test_other_model_is_probed(other, probes):
     models.load(parse(NET))
@@ -158,23 +160,29 @@ FAULTS = {
 }
 
 
+FAST = (
+    "truncated", "another key", "text as a number", "unknown default layer", "layer of another type",
+    "grid of another size",
+)  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     """The description of a model, and the folder with its file."""
     with pytest.MonkeyPatch.context() as patch:
         kept = tmp_path_factory.mktemp("cache")
         patch.setattr(probe_cache, "folder", lambda: kept)
-        return models.load(parse(NET + "&accelerate=false")).info, kept
+        return models.load(parse(NET)).info, kept
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", marked_except(pytest.mark.slow, FAST, FAULTS))
 def test_damaged_file_is_ignored_and_replaced(fault, loaded, folder, probes):
     info, kept = loaded
     shutil.copytree(kept, folder)
     whole = file_in(folder).read_text()
     file_in(folder).write_text(FAULTS[fault](whole))
 
-    assert models.load(parse(NET + "&accelerate=false")).info == info
+    assert models.load(parse(NET)).info == info
     assert len(probes) == 1
     assert json.loads(file_in(folder).read_text()) == json.loads(whole)
 
@@ -182,7 +190,7 @@ def test_damaged_file_is_ignored_and_replaced(fault, loaded, folder, probes):
 def test_file_of_another_user_is_ignored(loaded, folder, probes, monkeypatch):
     shutil.copytree(loaded[1], folder)
     monkeypatch.setattr(os, "geteuid", lambda: file_in(folder).stat().st_uid + 1)
-    models.load(parse(NET + "&accelerate=false"))
+    models.load(parse(NET))
     assert len(probes) == 1
 
 
@@ -191,7 +199,7 @@ def test_pipe_in_place_of_a_file_is_ignored(loaded, folder, probes):
     path = file_in(folder)
     path.unlink()
     os.mkfifo(path)
-    models.load(parse(NET + "&accelerate=false"))
+    models.load(parse(NET))
     assert len(probes) == 1
 
 
@@ -206,7 +214,7 @@ def test_model_loads_without_a_cache_that_can_be_written(obstacle, loaded, tmp_p
         monkeypatch.setattr(probe_cache, "folder", lambda: tmp_path)
         monkeypatch.setattr(type(tmp_path), "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "no space left")))
 
-    assert models.load(parse(NET + "&accelerate=false")).info == loaded[0]
+    assert models.load(parse(NET)).info == loaded[0]
     assert [path.name for path in tmp_path.rglob("*")] == (["file"] if obstacle == "file" else [])
 
 

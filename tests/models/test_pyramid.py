@@ -1,7 +1,9 @@
 """The scales of detectors are found by running the model, and their maps are added as densities."""
 
+import sys
 from collections import defaultdict
 from functools import partial
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from benchmarks.pyramid import measure, toy
 from torch import nn
 from torch.nn import functional
 
+from camserve_server import models
 from camserve_server.engine.values import Row
 from camserve_server.jobs import Job, LayerMaps, RawMap
 from camserve_server.jobs.fuse import JOINT, fuse_layers, pyramid
@@ -29,17 +32,17 @@ def ssdlite():
     return loaded("torchvision:ssdlite320_mobilenet_v3_large?weights=none&size=128")
 
 
-@pytest.fixture(params=["fpn", "pan", "mixed"])
-def detector(plant, request):
+@pytest.fixture(scope="module", params=["fpn", "pan", "mixed"])
+def detector(request):
     """The toy detector with random weights and each neck."""
-
-    def make():
-        torch.manual_seed(0)
-        network = toy.Detector(request.param)
-        network.score_thresh = -1.0
-        return network
-
-    return plant(make, size=toy.SIDE)
+    torch.manual_seed(0)
+    network = toy.Detector(request.param)
+    network.score_thresh = -1.0
+    planted = ModuleType("planted")
+    planted.make = lambda: network
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "planted", planted)
+        return models.load(models.ModelSpec("planted", "planted", "make", size=toy.SIDE))
 
 
 def scales_of(model):
@@ -169,7 +172,11 @@ class Queries(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("rt_detr", {f"model.model.decoder_input_proj.{index}": (8 >> index,) * 2 for index in range(3)}),
+        pytest.param(
+            "rt_detr",
+            {f"model.model.decoder_input_proj.{index}": (8 >> index,) * 2 for index in range(3)},
+            marks=pytest.mark.slow,
+        ),
         ("deformable", {f"model.model.input_proj.{index}": (4 >> index,) * 2 for index in range(2)}),
         ("detr", {}),
     ],

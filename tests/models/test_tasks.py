@@ -201,9 +201,8 @@ def test_detector_is_detected_and_its_default_layer_feeds_every_scale(finder, ss
     assert ssdlite.info.label(17) == "cat"
 
 
-@pytest.mark.parametrize(
-    "name", ["fasterrcnn_mobilenet_v3_large_320_fpn", pytest.param("fcos_resnet50_fpn", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fasterrcnn_mobilenet_v3_large_320_fpn", "fcos_resnet50_fpn"])
 def test_default_layer_of_a_detector_is_not_in_its_pyramid(name):
     info = loaded(f"torchvision:{name}?weights=none&size=64").info
     assert (info.task, info.classes) == ("detect", 91)

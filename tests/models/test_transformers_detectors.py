@@ -2,7 +2,7 @@
 
 import io
 import itertools
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
@@ -22,8 +22,8 @@ from camserve_server.models.grid import to_grid
 from camserve_server.models.values import Pass
 from camserve_server.targets.values import DetectionTarget, RankTarget
 from methods.tools import call, error_ratio
-from models.lazy_folders import Folders, marked_except
-from support import PHOTOS, serving
+from models.lazy_folders import Folders, Servers, marked_except
+from support import PHOTOS
 
 hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
 
@@ -39,7 +39,7 @@ FAMILIES = tuple(name for name in small_transformers.DETECTORS if name not in SI
 FAST = ("detr", "rt_detr", "yolos")
 """Families whose outputs and grids differ most: softmax or sigmoid, one scale or several, convolutions or tokens."""
 SERVED = ("detr", "yolos")
-"""Those of the tests through a server, for which a model is loaded again."""
+"""Those of the tests through a server."""
 DIFFERENT = ("detr", "deformable_detr", "rt_detr", "d_fine", "yolos")
 QUERIES = small_transformers.QUERIES
 
@@ -51,16 +51,21 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def loaded(folders):
-    """Return a function that loads a family once."""
-    models_by_name = {}
+def servers():
+    with Servers() as running:
+        yield running
 
-    def load(name):
-        if name not in models_by_name:
-            models_by_name[name] = models.load(parse(f"hf:{folders[name]}"))
-        return models_by_name[name]
 
-    return load
+@pytest.fixture(scope="module")
+def served(folders, servers):
+    """Return a function that returns the address of a server with a family, which it starts once."""
+    return lambda family: servers.address(f"hf:{folders[family]}")
+
+
+@pytest.fixture(scope="module")
+def loaded(folders, servers):
+    """Return a function that returns the model of a family's server."""
+    return lambda family: servers.model(f"hf:{folders[family]}")
 
 
 def photo(name, portrait=False):
@@ -83,7 +88,9 @@ def explained(model, image, target=None, **row):
     return result
 
 
+@cache
 def transformers_model(folder, precision=torch.float32):
+    """Return transformers' own model of a folder; tests share it."""
     return hf.AutoModelForObjectDetection.from_pretrained(folder, dtype=precision, attn_implementation="eager").eval()
 
 
@@ -98,18 +105,6 @@ def objects_by_transformers(folder, pixels):
     return rows[(-found["scores"]).argsort(stable=True)].numpy()
 
 
-@pytest.fixture(scope="module")
-def served(folders):
-    """Return a function that returns the address of a server with a family, which it starts once."""
-    with ExitStack() as running:
-
-        @cache
-        def address(family):
-            return running.enter_context(serving(models=(f"hf:{folders[family]}",), device="cpu")).address
-
-        yield address
-
-
 PHOTO_OF = dict(zip(FAMILIES, itertools.cycle(["chelsea", "rocket"]), strict=False))
 
 
@@ -119,11 +114,10 @@ def test_predictions_are_all_objects_that_transformers_returns(family, folders, 
     pixels = photo(name)
     expected = objects_by_transformers(folders[family], pixels)
     with camserve.Client(served(family)) as client:
-        result = client.explain(PHOTOS[name], model=family, top_k=1, overlay="png")
-        predictions = client.explain(PHOTOS[name], model=family, max_predictions=100).predictions
+        result = client.explain(PHOTOS[name], model=family, top_k=1, max_predictions=100, overlay="png")
 
     rounding = 1e-3 if family == "rf_detr" else 2e-5  # its processor does not round the resized photo to 8 bits
-    found = [(p.class_index, p.score, *(getattr(p.box, edge) for edge in EDGES)) for p in predictions]
+    found = [(p.class_index, p.score, *(getattr(p.box, edge) for edge in EDGES)) for p in result.predictions]
     assert len(found) == len(expected) >= QUERIES
     for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         ties = np.abs(expected[:, 1] - theirs[1]) < rounding  # objects with nearly the same score, in any order
@@ -131,7 +125,7 @@ def test_predictions_are_all_objects_that_transformers_returns(family, folders, 
         assert min(np.abs(expected[ties][:, [0, 2, 3, 4, 5]] - [ours[0], *ours[2:]]).max(1)) < max(0.05, 1e3 * rounding)
     (explanation,) = result.explanations
     assert explanation.score == pytest.approx(expected[0, 1], abs=rounding)
-    assert explanation.target.label == predictions[0].label
+    assert explanation.target.label == result.predictions[0].label
     assert explanation.overlay
     assert explanation.verdict != "ZERO_GRADIENT"
 
@@ -223,15 +217,14 @@ def test_batch_neighbours_never_change_a_detectors_answer(family, loaded):
 
 @pytest.mark.parametrize("family", marked_except(pytest.mark.slow, FAST, ["detr", "deformable_detr", "yolos"]))
 def test_photos_of_other_proportions_at_the_same_time_get_their_own_grids(family, served):
-    shapes = [photo(name, portrait) for name in ("chelsea", "rocket") for portrait in (False, True)]
-    files = [png(pixels) for pixels in shapes]
+    files = [png(photo("chelsea", portrait)) for portrait in (False, True)]
     with camserve.Client(served(family)) as client:
         alone = [client.explain(file, model=family, heatmap=True) for file in files]
         together = list(client.explain_many([*files, *reversed(files)], model=family, heatmap=True))
 
     grids = {result.explanations[0].heatmap.shape for result in alone}
     assert {(columns, rows) for rows, columns in grids} == grids
-    assert len(grids) > 1
+    assert len(grids) == 2
     for one, other in zip([*alone, *reversed(alone)], together, strict=True):
         (first,), (second,) = one.explanations, other.explanations
         assert first.score == pytest.approx(second.score, rel=1e-4)
@@ -249,11 +242,9 @@ def test_objects_with_one_box_and_class_keep_their_own_scores(family, loaded):
     """Queries are not suppressed, so two of them may find the same object."""
     model = loaded(family)
     image = fitted(model, photo("chelsea"))
-    ranked = [explained(model, image, RankTarget(rank)) for rank in range(QUERIES)]
-    by_box = [
-        explained(model, image, DetectionTarget(row.target.index, row.target.box, found=True, rank=row.target.rank))
-        for row in ranked
-    ]
+    ranked = run(model, image, [Row(image, RankTarget(rank)) for rank in range(QUERIES)], "score")
+    boxes = [DetectionTarget(row.target.index, row.target.box, found=True, rank=row.target.rank) for row in ranked]
+    by_box = run(model, image, [Row(image, box) for box in boxes], "score")
 
     assert [row.score for row in ranked] == pytest.approx(ranked[0].logits[:, 1].tolist())
     assert [row.score for row in by_box] == [row.score for row in ranked]
@@ -290,10 +281,11 @@ def test_layers_of_queries_have_no_grid(family, loaded):
     assert loaded(family).info.default_layer not in {layer.name for layer in queries}
 
 
+@pytest.mark.slow
 def test_size_option_scales_the_shorter_and_the_longer_side(folders):
-    info = models.load(parse(f"hf:{folders['detr']}?size=48")).info
-    assert info.preprocess.size == (48, 80)
-    assert replace(info.preprocess.resize, shortest=96, longest=160) == models.KeepAspect(96, 160)
+    preprocess = models.load(parse(f"hf:{folders['detr']}?size=48")).info.preprocess
+    assert preprocess.size == (48, 80)
+    assert replace(preprocess.resize, shortest=96, longest=160) == models.KeepAspect(96, 160)
 
 
 def test_heads_are_of_the_last_attention_to_the_patches_not_to_the_objects(folders, loaded):

@@ -1,7 +1,6 @@
 """Segmentation models of transformers: the maps of classes and the instances of transformers itself, and exact maps."""
 
 import itertools
-from contextlib import ExitStack
 from functools import cache
 
 import numpy as np
@@ -11,16 +10,14 @@ from PIL import Image
 
 import camserve
 import needs
-from camserve_server import models
 from camserve_server.engine import Engine, normalise
 from camserve_server.engine.values import Row
 from camserve_server.imaging import images
-from camserve_server.models import parse
 from camserve_server.models.values import Pass
 from camserve_server.targets.values import RankTarget, SegmentTarget
 from methods.tools import call, error_ratio
-from models.lazy_folders import Folders, marked_except
-from support import PHOTOS, serving
+from models.lazy_folders import Folders, Servers, marked_except
+from support import PHOTOS
 
 hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
 
@@ -35,7 +32,7 @@ BLUE_FIRST = ("mobilevit",)
 FAST = ("segformer", "mobilevit", "mask2former")
 """One family of each kind: of plain logits, of those that take blue first, and of queries."""
 SERVED = ("segformer", "mask2former")
-"""Those of the tests through a server, for which a model is loaded again."""
+"""Those of the tests through a server."""
 
 
 @pytest.fixture(scope="module")
@@ -45,36 +42,30 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def loaded(folders):
-    """Return a function that loads a family once, with the options of its spec."""
-    models_by_spec = {}
-
-    def load(name, options=""):
-        if (name, options) not in models_by_spec:
-            models_by_spec[name, options] = models.load(parse(f"hf:{folders[name]}{options}"))
-        return models_by_spec[name, options]
-
-    return load
+def servers():
+    with Servers() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
-def served(folders):
+def served(folders, servers):
     """Return a function that returns the address of a server with the model of a spec, which it starts once."""
-    with ExitStack() as running:
+    return lambda family, options="": servers.address(f"hf:{folders[family]}{options}")
 
-        @cache
-        def address(family, options=""):
-            spec = f"hf:{folders[family]}{options}"
-            return running.enter_context(serving(models=(spec,), device="cpu")).address
 
-        yield address
+@pytest.fixture(scope="module")
+def loaded(folders, servers):
+    """Return a function that returns the model of a family's server."""
+    return lambda family: servers.model(f"hf:{folders[family]}")
 
 
 def photo(name):
     return np.asarray(Image.open(PHOTOS[name]).convert("RGB"))
 
 
+@cache
 def transformers_model(family, folder, precision=torch.float32):
+    """Return transformers' own model of a folder; tests share it."""
     kind = hf.AutoModelForUniversalSegmentation if family in UNIVERSAL else hf.AutoModelForSemanticSegmentation
     return kind.from_pretrained(folder, dtype=precision, attn_implementation="eager").eval()
 
