@@ -161,6 +161,13 @@ def open_server():
     return serving(models=(nets.TINY, *nets.OTHERS), device="cpu", threads=1, max_request_rows=ROWS)
 
 
+def send_with_fault(fault, count):
+    """Send images to a server whose decoder has a fault; return the summary of the responses."""
+    plant(fault)
+    with open_server() as served, grpc.insecure_channel(served.address) as channel:
+        return tally(send_images, channel, mutations.images(count), ALLOWED)
+
+
 def main(count_images, count_messages, *faults):
     torch.set_num_threads(1)
     logging.getLogger("camserve_server").addHandler(logging.NullHandler())

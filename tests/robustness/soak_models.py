@@ -14,7 +14,7 @@ from torch import nn
 
 from camserve_server.models.hooks import hook_count
 
-MEMORY_BEFORE_FAILURE = 64  # MB that are allocated before memory runs out
+MEMORY_BEFORE_FAILURE = 24  # MB that are allocated before memory runs out
 COLOURS = {
     "out of memory": (255, 0, 0),
     "raising hook": (0, 255, 0),

@@ -127,11 +127,15 @@ def flip_bit(data, at, bit=3):
 
 
 def many_members(count):
+    """Return an archive whose table has many members, of which the first is there."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
-        for number in range(count):
-            archive.writestr(f"a/data/{number}", b"")
-    return file.getvalue()
+        archive.writestr("a/data/00000", b"")
+    data = file.getvalue()
+    start = data.find(b"PK\1\2")
+    entry = data[start : data.find(b"PK\5\6")]
+    table = b"".join(entry.replace(b"00000", b"%05d" % number) for number in range(count))
+    return data[:start] + table + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, len(table), start, 0)
 
 
 def scripted():

@@ -15,6 +15,7 @@ from google.protobuf.descriptor import FieldDescriptor as Kind
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import fork_server
 from camserve_server.api import codec
 from camserve_server.core.errors import FailedPrecondition, InvalidArgument, NotFound
 from camserve_server.core.limits import Limits
@@ -88,7 +89,7 @@ def test_decoder_that_raises_or_leaks_is_detected(summaries):
 
 def test_crash_of_the_decoder_is_detected():
     with pytest.raises(AssertionError):
-        process_audit.run_module("fuzzing", 100, 0, "crash")
+        fork_server.call(fuzzing.send_with_fault, "crash", 100)
 
 
 def test_corpus_takes_at_most_300_kb():

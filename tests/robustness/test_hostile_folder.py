@@ -1,12 +1,15 @@
 """Commands import nothing from the current folder, which may be untrusted."""
 
 import importlib.metadata
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
+
+import fork_server
 
 PROGRAM = Path(sys.executable).with_name("camserve-server")
 SMALL = "small=torchvision:squeezenet1_1?weights=none&size=32"
@@ -20,6 +23,15 @@ def net():
     import not_installed_anywhere  # in the same folder, which is searched once a spec names a module in it
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
 """
+CHECK = ("check-config", "mine.toml", "--load")
+FORKED = """
+import atexit, json, sys
+sys.path.remove('')
+atexit.register(lambda: print(json.dumps(sys.path)))
+from camserve_server.cli import main
+main()
+"""
+"""The command in a fork, which imports little; at its end it prints where it would search for modules."""
 EXPLAIN = ("explain", "photo.png", "--resume", "--device", "cpu")
 
 
@@ -34,7 +46,7 @@ def names():
 def folder(tmp_path, names):
     """Return a folder with a photo, and a module for each of these names."""
     Image.new("RGB", (40, 30), "red").save(tmp_path / "photo.png")
-    (tmp_path / "mine.toml").write_text(f'models = ["{MINE}"]\ndevice = "cpu"')
+    (tmp_path / "mine.toml").write_text(f'models = ["{SMALL}", "{MINE}"]\ndevice = "cpu"')
     (tmp_path / "nets_of_mine.py").write_text(NETS)
     (tmp_path / "not_installed_anywhere.py").touch()
     for name in names:
@@ -49,16 +61,28 @@ def run(folder, *command):
     return result.returncode, mark.read_text().split() if mark.exists() else []
 
 
+@pytest.mark.parametrize(("model", "places"), [(SMALL, []), (MINE, [-1])], ids=["another's", "mine"])
+def test_folder_is_searched_last_and_only_for_a_module_that_the_settings_name(tmp_path, model, places):
+    (tmp_path / "nets_of_mine.py").write_text(NETS)
+    (tmp_path / "not_installed_anywhere.py").touch()
+    (tmp_path / "mine.toml").write_text(f'models = ["{model}"]\ndevice = "cpu"')
+    done = fork_server.run(FORKED, *CHECK, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    path = json.loads(done.stdout.splitlines()[-1])
+
+    assert [place - len(path) for place, entry in enumerate(path) if entry in ("", ".", str(tmp_path))] == places
+
+
+@pytest.mark.slow
 def test_settings_are_checked_without_importing_from_their_folder(folder):
     """Only a module that the settings name is imported from there, with its own imports."""
-    assert run(folder, PROGRAM, "check-config", "mine.toml", "--load") == (0, [])
+    assert run(folder, PROGRAM, *CHECK) == (0, [])
 
 
 @pytest.mark.slow
 def test_photos_are_explained_without_importing_from_the_current_folder(folder):
     """The flag --resume starts a worker process. Only a module that a model names is imported, after all others."""
-    assert run(folder, PROGRAM, *EXPLAIN, "-o", "out", "--model", SMALL) == (0, [])
-    assert run(folder, PROGRAM, *EXPLAIN, "-o", "another", "--model", MINE) == (0, [])
+    assert run(folder, PROGRAM, *EXPLAIN, "-o", "out", "--model", MINE) == (0, [])
 
 
 def test_planted_modules_are_imported_by_python_without_protection(folder):
