@@ -93,24 +93,25 @@ def test_import_that_only_type_checkers_see_is_found(package):
     assert list(check_rooms.faults(package)) == ["core/a.py:3: imports grpc, which only api and cluster do"]
 
 
-@pytest.fixture
-def copied(tmp_path):
-    """Copy both packages and the contracts; return the server's folder, and a function that runs the contracts."""
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+def contracts(folder):
+    """Return the exit code and the output of import-linter for the packages in a folder."""
+    paths = {"PYTHONPATH": f"{folder / 'service'}:{folder / 'clients/python'}"}
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    result = subprocess.run(
+        command, cwd=folder, env=os.environ | paths, capture_output=True, text=True, timeout=100, check=False
+    )
+    return result.returncode, result.stdout
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """Copy both packages and the contracts; return the folder."""
+    folder = tmp_path_factory.mktemp("copied")
+    shutil.copy(ROOT / "pyproject.toml", folder)
     ignored = shutil.ignore_patterns("__pycache__")
-    for folder in ("clients/python/camserve", "service/camserve_server"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
-
-    def broken():
-        """Return import-linter's output, or an empty text if every contract is kept."""
-        paths = {"PYTHONPATH": f"{tmp_path / 'service'}:{tmp_path / 'clients/python'}"}
-        command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
-        result = subprocess.run(
-            command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, timeout=100, check=False
-        )
-        return result.stdout if result.returncode else ""
-
-    return tmp_path / "service/camserve_server", broken
+    for name in ("clients/python/camserve", "service/camserve_server"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    return folder
 
 
 def place_of(package, layer):
@@ -118,27 +119,30 @@ def place_of(package, layer):
     return package / layer / "__init__.py" if (package / layer).is_dir() else package / f"{layer}.py"
 
 
-def test_import_upward_breaks_the_contract_of_the_layers(copied):
-    package, broken = copied
-    assert broken() == ""
+@pytest.fixture(scope="module")
+def broken(copied):
+    """Plant a fault of each kind, with none of which the contracts are kept before; return import-linter's output."""
+    assert contracts(copied)[0] == 0
+    package = copied / "service/camserve_server"
     with place_of(package, BOTTOM).open("a") as file:
         file.write(f"\nfrom camserve_server import {TOP}\n")
-
-    assert f"camserve_server.{BOTTOM} is not allowed to import camserve_server.{TOP}" in broken()
-
-
-def test_package_missing_from_the_layers_breaks_their_contract(copied):
-    package, broken = copied
     write(package, {"attic/__init__.py": ""})
-
-    assert "camserve_server.attic" in broken()
-
-
-def test_import_cycle_inside_a_package_breaks_a_contract(copied):
-    package, broken = copied
     names = [path.stem for path in sorted((package / "jobs").glob("*.py")) if path.stem != "__init__"]
     for name, other_name in (names[:2], names[1::-1]):
         with (package / f"jobs/{name}.py").open("a") as file:
             file.write(f"\nfrom camserve_server.jobs import {other_name}\n")
+    code, output = contracts(copied)
+    assert code == 1
+    return output
 
-    assert "no circles BROKEN" in broken()
+
+def test_import_upward_breaks_the_contract_of_the_layers(broken):
+    assert f"camserve_server.{BOTTOM} is not allowed to import camserve_server.{TOP}" in broken
+
+
+def test_package_missing_from_the_layers_breaks_their_contract(broken):
+    assert "camserve_server.attic" in broken
+
+
+def test_import_cycle_inside_a_package_breaks_a_contract(broken):
+    assert "no circles BROKEN" in broken
