@@ -84,7 +84,7 @@ def vivid_model(name):
     module = type("planted", (), {"make": staticmethod(lambda: vivid(FACTORIES[name][0]()))})
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "planted", module)
-        return models.load(models.ModelSpec(name, "planted", "make", size=SIZE))
+        return models.load(models.ModelSpec(name, "planted", "make", size=SIZE, accelerate=False))
 
 
 @pytest.fixture(scope="module")
@@ -104,26 +104,28 @@ def answer(model, method, image, target=None, **parameters):
 @pytest.mark.parametrize("name", FACTORIES)
 def test_maps_are_those_of_the_papers_in_float64(load, name, method):
     model, (_, prefix, read) = load(name), FACTORIES[name]
-    image = noise(4, SIZE)
 
-    result, _ = answer(model, method, image)
+    result, _ = answer(model, method, noise(4, SIZE))
 
     expected = []
-    for precision in (torch.float32, torch.float64):
-        relevance = paper(method, *reference(model.module, inputs(model, image), dtype=precision))
+    for each in both(name):
+        relevance = paper(method, *each)
         row = relevance[0] if method == "legrad" else relevance[read].mean(0)
         expected.append(row[prefix:].reshape(4, 4))
     assert error_ratio(result, *expected) <= 1
 
 
-def both(model, image):
-    """Return the inputs of the papers' formulas, in plain float32 and in float64."""
-    return [reference(model.module, inputs(model, image), dtype=each) for each in (torch.float32, torch.float64)]
+@functools.cache
+def both(name):
+    """Return the inputs of the papers' formulas for a model, in plain float32 and in float64."""
+    model = vivid_model(name)
+    seen = inputs(model, noise(4, SIZE))
+    return [reference(model.module, seen, dtype=each) for each in (torch.float32, torch.float64)]
 
 
 def test_head_fusion_and_discard_ratio_follow_the_parameters(load):
     model, image = load("class token"), noise(4, SIZE)
-    plain, truth = both(model, image)
+    plain, truth = both("class token")
 
     for heads, fuse in (("max", np.max), ("min", np.min), ("mean", np.mean)):
         for share in (0.0, 0.5, 0.9):
@@ -137,7 +139,7 @@ def test_head_fusion_and_discard_ratio_follow_the_parameters(load):
 
 def test_legrad_adds_up_the_requested_number_of_last_blocks(load):
     model, image = load("class token"), noise(4, SIZE)
-    plain, truth = both(model, image)
+    plain, truth = both("class token")
 
     for blocks in (1, 2, 3, 1000):
         result, _ = answer(model, "legrad", image, blocks=blocks)
@@ -164,7 +166,7 @@ def test_legrad_equals_torchcams_up_to_the_number_of_blocks(load):
     "name", ["timm:test_vit", pytest.param("timm:deit_tiny_distilled_patch16_224", marks=pytest.mark.slow)]
 )
 def test_models_of_timm_are_explained_by_their_names(name):
-    model = models.load(models.parse(f"{name}?weights=none&size=64"))
+    model = models.load(models.parse(f"{name}?weights=none&size=64&accelerate=false"))
 
     for method in (*ROLLING, "legrad"):
         heatmap, result = answer(model, method, noise(4, 64))
@@ -368,7 +370,7 @@ def test_multi_head_attention_equals_that_of_torch(case):
 # What is refused, and in which words.
 
 BUILT = {
-    "resnet": (lambda: zoo.resnet18(num_classes=5), "resnet has none"),
+    "resnet": (lambda: timm.create_model("test_resnet", num_classes=5), "resnet has none"),
     "swin": (
         lambda: zoo.SwinTransformer([4, 4], 12, [1, 1], [2, 2], [4, 4], num_classes=5),
         "swin's blocks see windows of 16",
@@ -402,7 +404,7 @@ def refusal(model, method):
 @pytest.mark.parametrize("name", BUILT)
 def test_model_without_attention_between_all_patches_is_refused(plant, name):
     make, words = BUILT[name]
-    model = plant(make, size=SIZE)
+    model = plant(make, size=SIZE, accelerate=False)
     model = models.LoadedModel(replace(model.info, name=name), model.module)
 
     for method in ("chefer", "legrad"):

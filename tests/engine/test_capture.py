@@ -23,7 +23,6 @@ KINK = 1e-5  # a gradient that jumps at a ReLU is off by more than this share of
 ZOO = {
     "resnet18": (64, "layer4", ("relu", "layer1.0.relu", "layer2.0.bn1")),
     "densenet121": (64, "features", ("features.relu0", "features.denseblock2.denselayer3.relu2", "features.norm5")),
-    "vgg11": (64, "features", ("features.0", "features.1", "features.17")),
     "mobilenet_v3_small": (64, "features", ("features.0.2", "features.1.block.0.2", "features.4.block.0.1")),
     "convnext_tiny": (64, "features", ("features.1.0.stochastic_depth", "features.5.3.block.3", "features.7.2.block")),
     "swin_t": (64, "norm", ("features.1.0.stochastic_depth", "features.5.3.attn", "features.7.1.norm2")),
@@ -101,8 +100,8 @@ def graph(node):
     return sorted(node.name() for node in seen)
 
 
-# Loading its 133 million weights takes seconds, and its in-place ReLUs are those of resnet18.
-SLOW = ("densenet121", "vgg11", "mobilenet_v3_small", "convnext_tiny", "vit_b_16")
+# The others take seconds. Fast tests of a small Swin's layers are in `models/test_architectures.py`.
+SLOW = tuple(name for name in ZOO if name != "resnet18")
 
 
 @pytest.fixture(

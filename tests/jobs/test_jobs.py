@@ -417,8 +417,8 @@ MASKS = 64 * 64 * 64 * 4
 @pytest.mark.parametrize(
     "metrics",
     [
-        [("max_sensitivity", {"samples": 32})],  # 32 maps of 64 masks each
-        [("deletion", {"steps": 512}), ("insertion", {"steps": 512})],
+        [("max_sensitivity", {"samples": 16})],  # 16 maps of 64 masks each
+        pytest.param([("deletion", {"steps": 512}), ("insertion", {"steps": 512})], marks=pytest.mark.slow),
         [("deletion", {"steps": steps}) for steps in range(60, 76)],  # 16 metrics of 60 to 75 masks each
     ],
 )

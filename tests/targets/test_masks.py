@@ -11,9 +11,10 @@ from camserve_server.imaging.images import visible_box
 from camserve_server.imaging.values import Box, Part, Preprocess, View
 from camserve_server.targets.geometry import cells_of, inside
 from camserve_server.targets.values import MaskTarget, SegmentTarget
-from coloured import Colours, painted
+from coloured import painted
 from methods.tools import call, error_ratio, exact, explain, inputs, job, noise, run
 from models.test_tasks import leaf, oracle
+from support import loaded
 
 METHODS = ("gradcam", "layercam", "saliency", call("occlusion", window=0.125, stride=0.125))
 
@@ -39,7 +40,7 @@ def geometry(rng):
     return photo, size, seen, grid
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 200))])
 def test_rectangle_has_exactly_the_cells_of_its_box(seed):
     rng = np.random.default_rng(seed)
     photo, size, seen, grid = geometry(rng)
@@ -52,7 +53,7 @@ def test_rectangle_has_exactly_the_cells_of_its_box(seed):
     np.testing.assert_array_equal(found, inside(box, grid, size))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 40))])
 def test_cell_is_in_the_part_if_its_centres_pixel_is(seed):
     rng = np.random.default_rng(seed)
     photo, size, seen, grid = geometry(rng)
@@ -73,9 +74,9 @@ def test_part_smaller_than_a_cell_is_the_cell_at_its_centre():
     assert np.argwhere(cells_of(part_of(pixels), (8, 8), (64, 64))).tolist() == [[1, 2]]
 
 
-@pytest.fixture
-def colours(plant):
-    return plant(Colours, size=64)
+@pytest.fixture(scope="module")
+def colours():
+    return loaded("coloured:Colours?size=64")
 
 
 def test_part_without_any_cell_is_refused(colours):
