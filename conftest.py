@@ -14,6 +14,14 @@ import camserve
 pytest_plugins = ["process_guard"]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items):
+    """Mark the examples of the synchronous classes slow: they are generated from those of the asynchronous ones."""
+    for item in items:
+        if isinstance(item, pytest.DoctestItem) and "_sync" in item.path.parts:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def example_servers(tmp_path_factory):
     """Servers that the examples call."""
