@@ -22,7 +22,8 @@ COUNT, HELD = 12, 5  # photos; the server answers this number at first
 # A program that hangs ends by itself, and prints where it waited.
 PROGRAM = (
     "import faulthandler, signal; faulthandler.dump_traceback_later(300, exit=True);"
-    "signal.signal(signal.SIGINT, signal.default_int_handler); from camserve.cli import main; main()"
+    "signal.signal(signal.SIGINT, signal.default_int_handler); from camserve.diff import rule; rule._RESAMPLES = 100;"
+    "from camserve.cli import main; main()"
 )
 
 

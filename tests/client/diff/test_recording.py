@@ -86,7 +86,7 @@ def test_line_has_all_that_a_comparison_needs() -> None:
     npst.arrays(np.float32, npst.array_shapes(min_dims=2, max_dims=2, max_side=5), elements=st.floats(width=32)),
     st.sampled_from([1e-30, 1e-3, 1.0, 1e6, 1e30]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_map_of_any_magnitude_is_rounded_to_three_digits(values: Any, scale: float) -> None:
     with np.errstate(all="ignore"):
         heatmap = values * np.float32(scale)
