@@ -57,7 +57,7 @@ class Peers:
         self.image, self.classes = image.to(next(module.parameters()).dtype), classes
 
 
-@pytest.fixture(scope="module", params=["efficientnet_lite0 on photos", "resnet18 on noise"])
+@pytest.fixture(scope="module", params=["efficientnet_lite0 on a photo", "resnet18 on noise"])
 def seen(request):
     """Our raw maps by method; the same model for the peers, in float32 and in float64."""
     if request.param.startswith("resnet18"):
@@ -66,7 +66,7 @@ def seen(request):
         classes = [3, 141, 592, 653]
     else:
         model = request.getfixturevalue("lite0")
-        layer, images = model.info.default_layer, list(request.getfixturevalue("photos").values())[:2]
+        layer, images = model.info.default_layer, list(request.getfixturevalue("photos").values())[:1]
         classes = [result.target.index for result in run(model, [Row(i, RankTarget(0)) for i in images], kind="score")]
     rows = [Row(i, ClassTarget(c), tuple(map(call, CAMS))) for i, c in zip(images, classes, strict=True)]
     results = [result.maps[0] for result in run(model, rows, [layer])]
@@ -99,7 +99,7 @@ def test_map_equals_the_papers_formula(seen, method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "peer"), [("gradcam", "GradCAM"), ("hirescam", "HiResCAM"), ("layercam", "LayerCAM")])
+@pytest.mark.parametrize(("name", "peer"), [("gradcam", "GradCAM"), ("layercam", "LayerCAM")])
 def test_map_equals_that_of_pytorch_grad_cam_after_its_normalisation_and_resize(seen, name, peer):
     def theirs(peers):
         with getattr(pytorch_grad_cam, peer)(peers.model, [peers.layer]) as cam:
@@ -264,11 +264,11 @@ def test_channel_whose_sum_is_zero_has_no_weight_in_xgradcam():
 
 @pytest.mark.parametrize("name", ["eigencam", "kpcacam"])
 def test_sign_of_a_principal_component_is_that_of_the_rising_score(lite0, photos, name):
-    for photo in list(photos.values())[:3]:
-        result = maps(lite0, photo, lite0.info.default_layer, RankTarget(0), ("gradcam", name))
-        assert np.corrcoef(result["gradcam"].ravel(), result[name].ravel())[0, 1] >= 0
-        here, there = (maps(lite0, photo, lite0.info.default_layer, target, (name,))[name] for target in OPPOSITES)
-        np.testing.assert_array_equal(here, -there)
+    photo = photos["chelsea"]
+    result = maps(lite0, photo, lite0.info.default_layer, RankTarget(0), ("gradcam", name))
+    assert np.corrcoef(result["gradcam"].ravel(), result[name].ravel())[0, 1] >= 0
+    here, there = (maps(lite0, photo, lite0.info.default_layer, target, (name,))[name] for target in OPPOSITES)
+    np.testing.assert_array_equal(here, -there)
 
 
 OPPOSITES = (ContrastTarget(281, 282), ContrastTarget(282, 281))
@@ -399,7 +399,7 @@ def test_smooth_grad_cam_plus_plus_weights_the_images_own_feature_maps(smooth):
 def test_rows_of_a_mixed_batch_equal_rows_computed_alone(lite0, photos, name):
     model, images, layers = {
         "small": (loaded(SMALL), [noise(seed, 64) for seed in range(6)], ("layer4", "layer3")),
-        "embedded": (lite0, list(photos.values()), (lite0.info.default_layer, "blocks.4.2")),
+        "embedded": (lite0, list(photos.values())[:3], (lite0.info.default_layer, "blocks.4.2")),
     }[name]
     targets = [RankTarget(0), ClassTarget(285), ContrastTarget(281, 282), RankTarget(3)]
     choices = [("gradcam",), ("layercam", "gradcam"), ("hirescam",), CAMS, ("layercam",)]

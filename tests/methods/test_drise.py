@@ -59,7 +59,7 @@ def papers_map(model, image, target, masks, divisor):
 
 @pytest.mark.parametrize("divisor", ["shown", "expected"])
 def test_map_is_the_papers_sum_over_masks(finder, divisor):
-    asked, image = call("drise", samples=130, divisor=divisor), painted(**PLACES)
+    asked, image = call("drise", samples=70, divisor=divisor), painted(**PLACES)
     masks = masks_of(**asked.parameters)
     for explanation in explain(finder, image, job(finder, [asked], TARGETS)).explanations:
         expected = (papers_map(each, image, explanation.target, masks, divisor) for each in (finder, exact(finder)))
@@ -71,7 +71,9 @@ def test_map_is_the_papers_sum_over_masks(finder, divisor):
     [pytest.param(*each, marks=pytest.mark.slow if each[0] else ()) for each in enumerate(PLACES.values())],
 )
 def test_highest_tenth_of_a_map_is_at_the_object(finder, rank, place):
-    (explanation,) = explain(finder, painted(**PLACES), job(finder, [call("drise")], [RankTarget(rank)])).explanations
+    (explanation,) = explain(
+        finder, painted(**PLACES), job(finder, [call("drise", samples=256)], [RankTarget(rank)])
+    ).explanations
     top, left, side = place
     hot = explanation.heatmap >= np.quantile(explanation.heatmap, 0.9)
 

@@ -53,7 +53,7 @@ def deviation(image, share):
 
 
 @pytest.mark.slow  # `test_parity.py` has the same on other photos
-@pytest.mark.parametrize("photo", ["rocket", "china", "flower"])
+@pytest.mark.parametrize("photo", ["rocket"])
 def test_saliency_equals_captums(lite0, photos, photo):
     (ours,) = explain(lite0, photos[photo], job(lite0, ["saliency"], [RankTarget(0)])).explanations
 
@@ -542,18 +542,13 @@ class Bounded(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["guided_backprop", "deconvnet"])
-@pytest.mark.parametrize(
-    "arch", ["bounded", *(pytest.param(each, marks=pytest.mark.slow) for each in ("densenet121", "efficientnet_lite0"))]
-)
-def test_functional_relus_and_relu6_follow_the_rule(name, arch, request, plant, monkeypatch):
+@pytest.mark.parametrize("arch", ["bounded", pytest.param("densenet121", marks=pytest.mark.slow)])
+def test_functional_relus_and_relu6_follow_the_rule(name, arch, plant, monkeypatch):
     if arch == "bounded":
         model, image = plant(Bounded, size=24), noise(0, 24)
-    elif arch == "densenet121":  # its last ReLU is a function
-        model = models.load(models.parse("torchvision:densenet121?weights=none&size=64"))
+    else:  # its last ReLU is a function
+        model = models.load(models.parse("torchvision:densenet121?weights=none&size=64&accelerate=false"))
         image = noise(0, 64)
-    else:
-        model = request.getfixturevalue("lite0")
-        image = request.getfixturevalue("photos")["chelsea"]
     ours = heatmap(model, image, name)
     guided = name == "guided_backprop"
     monkeypatch.setattr(functional, "relu", lambda seen, inplace=False: ByHand.apply(seen, torch.inf, guided))  # noqa: ARG005

@@ -43,10 +43,27 @@ def test_map_of_a_small_model_is_as_exact_as_plain_float32(case):
     assert case.distances().ratio <= 1
 
 
+MAIN = ("efficientnet_lite0", "resnet18, biases drawn", "vit_b_16")
+
+
+def each_on_main_models():
+    """Return every method and oracle on the main models, or else on one; and Grad-CAM on every model.
+
+    All methods read a layer in the same way, so that an architecture whose layers are misread fails with Grad-CAM.
+    """
+    known = sorted(cases(alike=False), key=lambda case: case.model not in MAIN)
+    chosen = {(case.method, case.oracle): case for case in reversed(known)}.values()
+    return [
+        case
+        for case in known
+        if case.model in MAIN or case in chosen or (case.method == "gradcam" and case.oracle.endswith(" GradCAM"))
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", cases(alike=False), ids=str)
+@pytest.mark.parametrize("case", each_on_main_models(), ids=str)
 def test_map_is_as_exact_as_plain_float32(case):
-    """`make parity` measures the other photos, too."""
+    """`make parity` measures the other models and photos, too."""
     assert replace(case, photos=1).distances().ratio <= 1
 
 

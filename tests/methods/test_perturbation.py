@@ -18,6 +18,7 @@ from camserve_server.methods import METHODS, Perturbation, Scene
 from camserve_server.methods.perturbation import AT_ONCE
 from camserve_server.targets.values import ClassTarget, ContrastTarget
 from methods.tools import call, error_ratio, exact, explain, gap, inputs, job, noise
+from support import loaded
 
 SIDE = 24
 INDEX = 3
@@ -45,14 +46,18 @@ class Net(nn.Module):
         return self.head(functional.adaptive_avg_pool2d(self.layer(self.conv(image)).square(), 3).flatten(1)) * 4
 
 
-@pytest.fixture
-def net(plant):
-    return plant(Net, size=SIDE)
+def coarse_net():
+    return Net(4)
 
 
-@pytest.fixture
-def coarse(plant):
-    return plant(lambda: Net(4), size=SIDE)
+@pytest.fixture(scope="module")
+def net():
+    return loaded(f"methods.test_perturbation:Net?size={SIDE}")
+
+
+@pytest.fixture(scope="module")
+def coarse():
+    return loaded(f"methods.test_perturbation:coarse_net?size={SIDE}")
 
 
 def heatmaps(model, method, targets=TARGETS, image=None, chunk=64):

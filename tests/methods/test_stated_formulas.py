@@ -473,7 +473,7 @@ def case_of_drise(name):
         return max(np.array(overlaps) * cosines * objects(image)[:, 1])
 
     fixed = [DetectionTarget(index, Box(*box), found=True) for index, box in targets]
-    options = {"samples": 150, "cells": 4}
+    options = {"samples": 70, "cells": 4}
     for divisor in ("shown", "expected"):
         actual, edits = perturbed(
             name,
@@ -485,7 +485,7 @@ def case_of_drise(name):
         masks = np.stack([edit.keep for edit in edits]).astype(np.float64)
         scores = np.array([[weights(given.image * mask, *target) for mask in masks] for target in targets])
         sums = np.tensordot(scores, masks, 1)
-        expected = sums / masks.sum(0) - scores.mean(1)[:, None, None] if divisor == "shown" else sums / (150 * 0.5)
+        expected = sums / masks.sum(0) - scores.mean(1)[:, None, None] if divisor == "shown" else sums / (70 * 0.5)
         assert np.ptp(scores, 1).min() > 0.02
         assert_close(actual, expected, 2e-3)  # the boxes' corners are rounded to the fine grid
 
