@@ -13,8 +13,8 @@ from camserve_server.api import rpc
 from support import serving
 
 PHOTO = np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)
-AGE = {"connection_age_seconds": 0.2}  # real timeout: connections are to reach it, and may do so at any moment
-GRACE = {"connection_grace_seconds": 0.2}  # real timeout: calls are to be cut, and may be at any moment
+AGE = {"connection_age_seconds": 0.1}  # real timeout: connections are to reach it, and may do so at any moment
+GRACE = {"connection_grace_seconds": 0.1}  # real timeout: calls are to be cut, and may be at any moment
 PATIENT = camserve.Retry(attempts=10_000, first=0, longest=0)
 """However slow the machine is, some photo is answered before its connection is cut."""
 

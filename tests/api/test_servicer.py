@@ -193,19 +193,20 @@ async def test_cost_of_a_request_that_would_be_refused_is_refused(fields, code, 
     assert error.detail(error_details_pb2.BadRequest).field_violations[0].field == field
 
 
-async def test_too_many_pixels_to_draw_are_refused_before_a_row_is_computed(server):
+async def test_too_many_pixels_to_draw_are_refused_before_a_row_is_computed(serving):
     packed = io.BytesIO()
-    Image.new("L", (2000, 2000)).save(packed, "PNG")
+    Image.new("L", (400, 400)).save(packed, "PNG")
     formats = {"overlay": explain_pb2.IMAGE_FORMAT_PNG, "heatmap_image": explain_pb2.IMAGE_FORMAT_PNG}
-    fields = {"image": packed.getvalue(), "top_k": 5, "methods": [explain_pb2.Method(name="gradcam")] * 8}
-    error = await refusal_of(server.explain(request(rendering=explain_pb2.Rendering(**formats), **fields)))
-    rows = server.batcher.stats.rows
-    small = await server.explain(request(rendering=explain_pb2.Rendering(**formats, max_side=50), **fields))
+    fields = {"image": packed.getvalue(), "top_k": 5, "methods": [explain_pb2.Method(name="gradcam")] * 2}
+    async with serving(max_drawn_pixels=2_000_000) as server:
+        error = await refusal_of(server.explain(request(rendering=explain_pb2.Rendering(**formats), **fields)))
+        rows = server.batcher.stats.rows
+        small = await server.explain(request(rendering=explain_pb2.Rendering(**formats, max_side=50), **fields))
 
     assert error.code == grpc.StatusCode.INVALID_ARGUMENT
-    assert "320 million pixels, and 200 is the limit: set max_side" in error.message
+    assert "3 million pixels, and 2 is the limit: set max_side" in error.message
     assert rows == 0
-    assert (small.explanations[39].overlay.width, small.explanations[39].overlay.height) == (50, 50)
+    assert (small.explanations[9].overlay.width, small.explanations[9].overlay.height) == (50, 50)
 
 
 def raise_internal(*_args, **_options):
@@ -544,15 +545,15 @@ async def test_cancelled_stream_frees_the_queue(serving):
 
 
 async def test_cancelled_streams_are_logged_as_cancelled_without_an_exception(server, logged):
-    for _ in range(20):
-        call = server.stream(item(f"r{k}") for k in range(200))
+    for _ in range(8):
+        call = server.stream(item(f"r{k}") for k in range(50))
         await call.read()
         call.cancel()
 
     def codes():
         return [entry["code"] for entry in logged() if entry["message"] == "ExplainStream"]
 
-    await wait_in_loop_until(lambda: len(codes()) == 20)
+    await wait_in_loop_until(lambda: len(codes()) == 8)
 
     assert [entry for entry in logged() if "exception" in entry] == []
     assert set(codes()) == {"CANCELLED"}

@@ -16,25 +16,31 @@ import pytest
 import camserve
 
 ROOT = Path(__file__).parents[2]
-PROBE = "import sys, json; import {}; print(json.dumps(sorted(sys.modules)))"
+PROBE = """
+import json, sys
+for name in ("camserve", "camserve.cli"):
+    __import__(name)
+    print(json.dumps(sorted(sys.modules)))
+"""
 
 
 @functools.cache
-def modules(name: str) -> set[str]:
-    """Import a module in a new interpreter; return the top-level names of all imported modules."""
-    done = subprocess.run([sys.executable, "-c", PROBE.format(name)], check=True, capture_output=True, text=True)
-    return {each.partition(".")[0] for each in json.loads(done.stdout)}
+def imported() -> list[set[str]]:
+    """Import the client, and then its command, in a new interpreter; return the top-level names imported until then."""
+    done = subprocess.run([sys.executable, "-c", PROBE], check=True, capture_output=True, text=True)
+    return [{each.partition(".")[0] for each in json.loads(line)} for line in done.stdout.splitlines()]
 
 
 def test_importing_the_client_imports_no_heavy_package() -> None:
     heavy = {"torch", "torchvision", "timm", "cv2", "camserve_server"}
 
-    assert modules("camserve") & {*heavy, "rich", "click"} == set()
-    assert modules("camserve.cli") & heavy == set()
+    client, command = imported()
+    assert client & {*heavy, "rich", "click"} == set()
+    assert command & heavy == set()
 
 
 def test_probe_detects_imported_packages() -> None:
-    assert {"grpc", "numpy", "PIL", "camserve"} <= modules("camserve")
+    assert {"grpc", "numpy", "PIL", "camserve"} <= imported()[0]
 
 
 def test_every_public_name_exists_and_is_documented() -> None:

@@ -2,10 +2,8 @@
 
 import gzip
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 import camserve
+import fork_server
 from api.running_server import item, request, write_nets
 from camserve import _ui, assets, connect
 from camserve.v1 import explain_pb2
@@ -174,12 +173,18 @@ def test_server_that_does_not_answer_is_unavailable():
     assert health.status == 503
 
 
-def test_command_serves_the_page_until_ctrl_c(served):
-    command = (sys.executable, "-c", "from camserve.cli import main; main()", "ui", "--no-browser")
-    with subprocess.Popen([*command, "--server", served.address], stdout=subprocess.PIPE, text=True) as process:
-        url = re.search(r"http://127\.0\.0\.1:(\d+)(/\S+)", process.stdout.readline())
+def test_command_serves_the_page_until_ctrl_c(served, tmp_path):
+    # A shell that starts a program in the background makes it ignore Ctrl-C, and its children do too.
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from camserve.cli import main; main()"
+    )
+    out = tmp_path / "out"
+    with out.open("w") as file:
+        process = fork_server.start(program, "ui", "--no-browser", "--server", served.address, stdout=file)
+    with process:
+        url = wait_until(lambda: re.search(r"http://127\.0\.0\.1:(\d+)(/\S+)\n", out.read_text()))
         page = send(int(url[1]), "GET", url[2])
-        os.kill(process.pid, signal.SIGINT)
+        process.send_signal(signal.SIGINT)
 
     assert page.body == assets.load()[""].body
     assert process.returncode == 0

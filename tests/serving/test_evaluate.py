@@ -129,7 +129,7 @@ def test_randomised_weights_do_not_affect_other_requests(served, client):
             pool.submit(client.evaluate, PHOTOS["chelsea"], metrics=[("randomisation", {"seed": seed})])
             for seed in range(2)
         ]
-        asked = [pool.submit(client.explain, PHOTOS["chelsea"], targets=[3]) for _ in range(12)]
+        asked = [pool.submit(client.explain, PHOTOS["chelsea"], targets=[3]) for _ in range(6)]
         maps = [each.result().explanations[0].heatmap for each in asked]
         readings = [each.result().readings[0] for each in judging]
 

@@ -19,7 +19,7 @@ from support import wait_until
 
 __all__ = ["few_threads"]
 
-REQUESTS, TARGET = 64, 2
+REQUESTS, TARGET = 36, 2
 
 
 def network():

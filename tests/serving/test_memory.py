@@ -122,10 +122,10 @@ def test_photos_and_pictures_of_all_requests_are_decoded_and_drawn_within_a_limi
     monkeypatch.setattr(image_memory, "_slots", 2_000_000)
     take = image_memory._take
     monkeypatch.setattr(image_memory, "_take", lambda *given: (take(*given), most.append(image_memory.taken)))
-    calls = [explaining(stub, rendering=DRAWN, top_k=2)() for _ in range(12)]
+    calls = [explaining(stub, rendering=DRAWN, top_k=2)() for _ in range(6)]
 
     assert {call.code() for call in calls} == {grpc.StatusCode.OK}
-    assert len(most) == 2 * 12
+    assert len(most) == 2 * 6
     assert 0 < max(most) <= 2_000_000
     assert image_memory.taken == 0
 
@@ -141,11 +141,11 @@ def test_decoding_counts_with_the_memory_that_it_takes(served, stub, monkeypatch
     image_memory, most = served.pipeline.image_memory, []
     take = image_memory._take
     monkeypatch.setattr(image_memory, "_take", lambda caller, places: (take(caller, places), most.append(places)))
-    looking = [stub.InspectLayers.future(explain_pb2.InspectLayersRequest(image=PHOTO), timeout=60) for _ in range(4)]
-    calls = [explaining(stub)() for _ in range(4)]
+    looking = [stub.InspectLayers.future(explain_pb2.InspectLayersRequest(image=PHOTO), timeout=60) for _ in range(2)]
+    calls = [explaining(stub)() for _ in range(2)]
 
     assert {call.code() for call in calls + looking} == {grpc.StatusCode.OK}
-    assert most == [6 * 640 * 427] * 8
+    assert most == [6 * 640 * 427] * 4
 
 
 def encoded(kind, **more):

@@ -113,7 +113,7 @@ def test_changes_that_noise_makes_too_are_allowed() -> None:
 
 
 @pytest.mark.parametrize("statistic", [np.mean, np.median])
-@pytest.mark.parametrize("size", [10, 25, 200])
+@pytest.mark.parametrize("size", [25, *(pytest.param(size, marks=pytest.mark.slow) for size in (10, 200))])
 def test_interval_is_scipys_percentile_bootstrap(statistic: object, size: int) -> None:
     sample = np.random.default_rng(size).beta(5, 1, size)
     found = rule.bootstrap(list(sample), statistic)  # type: ignore[arg-type]  # NumPy's functions have overloads
