@@ -94,6 +94,12 @@ def once():
         os.abort()
     return Tiny()
 """
+SAME = """
+
+def same():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+"""
 IMAGE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
 SIZE = "?size=32"
 
@@ -171,7 +177,7 @@ def test_two_batches_at_once_are_answered_as_one_alone_to_the_bit(folder, option
         for kind in ("cam", "saliency"):
             alone = process.run(*batch_of(info, kind))
             with ThreadPoolExecutor(4) as pool:  # two run at once, and the others wait
-                both = [pool.submit(process.run, *batch_of(info, kind), partition) for partition in (0, 1) * 20]
+                both = [pool.submit(process.run, *batch_of(info, kind), partition) for partition in (0, 1) * 8]
             for expected, result in itertools.product(
                 alone, itertools.chain.from_iterable(call.result() for call in both)
             ):
@@ -310,8 +316,8 @@ def test_dropped_model_is_not_loaded_again_by_the_next_process(worker):
 
 
 def test_lost_model_is_listed_as_failed_and_unhealthy_if_it_was_the_last(tmp_path):
-    (tmp_path / "worker_nets.py").write_text(NETS.replace("manual_seed(0)", "manual_seed(os.getpid())"))
-    other = ("--model", "efficientnet_lite0")
+    (tmp_path / "worker_nets.py").write_text(NETS.replace("manual_seed(0)", "manual_seed(os.getpid())") + SAME)
+    other = ("--model", "same=worker_nets:same?size=32")
     for others in ((), other):
         with served(tmp_path, *others) as (server, client):
             client.explain(IMAGE, model="tiny", overlay=None)
@@ -322,7 +328,7 @@ def test_lost_model_is_listed_as_failed_and_unhealthy_if_it_was_the_last(tmp_pat
             with pytest.raises(camserve.Unavailable, match="model tiny could not be loaded"):
                 client.explain(IMAGE, model="tiny", overlay=None)
             if others:
-                client.explain(IMAGE, model="efficientnet_lite0", overlay=None)
+                client.explain(IMAGE, model="same", overlay=None)
 
 
 def test_worker_process_ends_when_its_server_is_killed(tmp_path):
@@ -376,6 +382,7 @@ def another_worker(server, client):
     wait_until(lambda: healthy(client))
 
 
+@pytest.mark.slow
 def test_server_without_its_fork_server_still_starts_workers(folder):
     with served(folder) as (server, client):
         (forker,) = children(server.pid)
@@ -407,7 +414,7 @@ def test_lethal_request_kills_at_most_two_workers_and_is_not_retried(folder):
 
 
 def test_all_requests_are_answered_while_workers_are_killed_or_hang(folder):
-    """Kill a worker, then stop one, while 32 callers have one request each in flight; CAMSERVE_TEST_ROUNDS times."""
+    """Kill a worker, then stop one, while 16 callers have one request each in flight; CAMSERVE_TEST_ROUNDS times."""
     codes, done, rounds = [], threading.Event(), int(os.environ.get("CAMSERVE_TEST_ROUNDS", "1"))
 
     def work(client):
@@ -418,17 +425,17 @@ def test_all_requests_are_answered_while_workers_are_killed_or_hang(folder):
             except camserve.CamserveError as error:
                 codes.extend([error.code.name, *error_checks.client_faults(error)])
 
-    with served(folder) as (server, client), ThreadPoolExecutor(32) as pool:
-        for _ in range(32):
+    with served(folder) as (server, client), ThreadPoolExecutor(16) as pool:
+        for _ in range(16):
             pool.submit(work, client)
         for number in (signal.SIGKILL, signal.SIGSTOP) * rounds:
             count = len(codes)
-            wait_until(lambda: len(codes) > count + 100)  # noqa: B023 -- called within this iteration
+            wait_until(lambda: len(codes) > count + 32)  # noqa: B023 -- called within this iteration
             with another_worker(server, client) as worker_id:
                 os.kill(worker_id, number)
                 assert live(server.address)
         count = len(codes)
-        wait_until(lambda: len(codes) > count + 100)
+        wait_until(lambda: len(codes) > count + 32)
         done.set()
         (last,) = server.workers()
     counts = Counter(codes)
