@@ -1,6 +1,5 @@
 """This tree completes a job that `camserve-server explain --resume` of the recorded release started."""
 
-import subprocess
 import sys
 from collections import Counter
 
@@ -8,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 import camserve_server
+import fork_server
 from camserve.cli import main
 from compatibility import servers, storage
 
@@ -51,13 +51,8 @@ def test_recorded_job_is_completed_without_repeating_photos(folder):
 
 
 def test_servers_own_command_completes_a_recorded_job(folder):
-    """It is slow because it starts two processes that import torch."""
     before = servers.rows(folder)
-    command = "from camserve_server.cli import main; main()"
-    flags = ("--model", servers.JOB_MODEL, "--device", "cpu")
-    result = subprocess.run(
-        [sys.executable, "-c", command, *FLAGS, *flags], capture_output=True, text=True, check=False
-    )
+    result = fork_server.run(fork_server.SERVER, *FLAGS, "--model", servers.JOB_MODEL, "--device", "cpu")
 
     assert result.returncode == 0, result.stderr
     check_completed(folder, before)

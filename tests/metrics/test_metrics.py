@@ -171,11 +171,11 @@ def test_pixels_are_imputed_as_in_road(share):
 
 
 @THEIRS
-@pytest.mark.parametrize("name", ["patch", pytest.param("embedded", marks=pytest.mark.slow)])
-def test_road_without_noise_equals_pytorch_grad_cam(plant, lite0, photos, name):
+@pytest.mark.parametrize("name", ["patch", pytest.param("small", marks=pytest.mark.slow)])
+def test_road_without_noise_equals_pytorch_grad_cam(plant, small, name):
     model, image, target = {
         "patch": lambda: (plant(Patch), noise(0, 16), ClassTarget(1)),
-        "embedded": lambda: (lite0, photos["chelsea"], TABBY_LIKE),
+        "small": lambda: (small, noise(0, 64), ClassTarget(4)),
     }[name]()
     # A map without equal values: at a threshold theirs takes all of them, and ours as many as are wanted.
     drawn = np.random.default_rng(0).standard_normal(image.shape[:2])
@@ -200,7 +200,7 @@ def test_road_without_noise_equals_pytorch_grad_cam(plant, lite0, photos, name):
 
 
 def test_average_drop_and_increase_equal_torchcam(lite0, photos, gradcam):
-    for target in (TABBY_LIKE, ClassTarget(282), ClassTarget(0)):
+    for target in (TABBY_LIKE, ClassTarget(0)):
         oracle = torchcam.metrics.ClassificationMetric(
             Given(lite0.module, np.maximum(gradcam, 0) / gradcam.max()), partial(torch.softmax, dim=-1)
         )
@@ -304,7 +304,7 @@ def test_true_map_of_a_known_model_has_the_best_reading(plant):
     true[4:8, 8:12] = 1
     read = partial(evaluated, model, image, target=ClassTarget(1), steps=16)  # a step is as large as the patch
     best = metric_probability(model.info.task, run(model, [Row(image, ClassTarget(1))], kind="score")[0])
-    others = [np.random.default_rng(seed).random((16, 16), np.float32) for seed in range(8)]
+    others = [np.random.default_rng(seed).random((16, 16), np.float32) for seed in range(4)]
 
     (deleted,) = read(true, "deletion").curves
     assert deleted.y[0] == best
