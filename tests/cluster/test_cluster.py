@@ -423,6 +423,7 @@ def test_actor_skips_a_photo_whose_server_fails_and_repeats_the_same_part(photos
     assert Counter(row["image"] for row in rows) == dict.fromkeys(left, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a file's name is text there")
 def test_actor_gets_a_name_that_is_not_valid_text_as_bytes(photos, make_actor):
     name = bytes(photos / "photos") + b"/\xff.png"

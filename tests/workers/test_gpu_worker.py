@@ -25,12 +25,13 @@ from camserve_server.telemetry import ServerSnapshot, prometheus
 from camserve_server.workers import InProcessWorker, Setup, Worker
 from camserve_server.workers.messages import Response
 from camserve_server.workers.replies import deserialize, serialize
+from methods.tools import photo
 from rounding import check_same
 from support import GPU, PHOTOS, serving, wait_until
 
 MIB = 2**20
 IMAGE = 32 * 32 * 3  # bytes of the tiny model's input
-IMAGES = [path.read_bytes() for path in PHOTOS.values()]
+IMAGES = [photo(name, 32) for name in PHOTOS]
 
 
 @dataclass
@@ -388,10 +389,10 @@ def test_server_answers_all_requests_with_memory_for_one_batch(expected, gpu, ti
     with serving(models=(tiny,), device="cpu") as served, camserve.Client(served.address) as client:
         gpu.room = 2 * IMAGE
         with ThreadPoolExecutor(12) as pool:
-            heatmaps = list(pool.map(lambda image: explain(client, image), IMAGES * 10))
+            heatmaps = list(pool.map(lambda image: explain(client, image), IMAGES * 4))
         stats = served.pipeline.batcher.stats
 
-    check_all(heatmaps, expected * 10, tiny)
+    check_all(heatmaps, expected * 4, tiny)
     assert stats.failed == 0
 
 
@@ -401,7 +402,7 @@ def test_server_answers_all_requests_with_memory_for_one_batch(expected, gpu, ti
         (1000, {}, 64),  # memory for more rows than a batch may have
         (1000, {"max_batch_rows": 5}, 5),
         (80, {}, 32),  # four fifths of the memory, for two batches
-        (80, {"max_batch_rows": 40}, 32),
+        pytest.param(80, {"max_batch_rows": 40}, 32, marks=pytest.mark.slow),
         (1, {}, 1),
         (80, {"device": "cpu,cpu"}, 16),  # two workers on one GPU
     ],

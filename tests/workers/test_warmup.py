@@ -224,6 +224,7 @@ def calls(folder):
     return since
 
 
+@pytest.mark.slow
 def test_worker_warms_up_a_gpu_in_the_thread_that_runs_batches(worker, calls):
     info = worker.load("tiny@1", parse("tiny=thread_nets:recording?size=32"))
     loading = calls()
@@ -234,6 +235,7 @@ def test_worker_warms_up_a_gpu_in_the_thread_that_runs_batches(worker, calls):
     assert calls() == [("stream_0", 1)]
 
 
+@pytest.mark.slow
 def test_error_in_a_warm_up_refuses_the_model_and_others_are_served(worker):
     info = worker.load("tiny@1", parse("tiny=thread_nets:recording?size=32"))
     with pytest.raises(RuntimeError, match="ValueError: planted"):
