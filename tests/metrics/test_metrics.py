@@ -171,11 +171,11 @@ def test_pixels_are_imputed_as_in_road(share):
 
 
 @THEIRS
-@pytest.mark.parametrize("name", ["patch", pytest.param("small", marks=pytest.mark.slow)])
-def test_road_without_noise_equals_pytorch_grad_cam(plant, small, name):
+@pytest.mark.parametrize("name", ["patch", pytest.param("embedded", marks=pytest.mark.slow)])
+def test_road_without_noise_equals_pytorch_grad_cam(plant, lite0, photos, name):
     model, image, target = {
         "patch": lambda: (plant(Patch), noise(0, 16), ClassTarget(1)),
-        "small": lambda: (small, noise(0, 64), ClassTarget(4)),
+        "embedded": lambda: (lite0, photos["chelsea"], TABBY_LIKE),
     }[name]()
     # A map without equal values: at a threshold theirs takes all of them, and ours as many as are wanted.
     drawn = np.random.default_rng(0).standard_normal(image.shape[:2])
