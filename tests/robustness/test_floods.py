@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import camserve
-from robustness import tree
+from robustness import nets, tree
 from server_process import server_process
 from support import wait_until
 
-MODEL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
+MODEL, TESTS = nets.TINY, Path(__file__).parents[1]
 PHOTO = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
-STUCK, SILENT, RESETS, SECONDS = 200, 400, 5000, 3
-CALLS = 100
+STUCK, SILENT, RESETS, SECONDS = 200, 400, 5000, 1
+CALLS = 40
 
 
 class Flood:
@@ -42,7 +42,7 @@ def flood(address, *arguments):
     """Flood inside the block."""
     command = [sys.executable, "-m", "robustness.http2_flood", address, *map(str, arguments)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=Path(__file__).parents[1], **pipes) as process:
+    with subprocess.Popen(command, cwd=TESTS, **pipes) as process:
         assert process.stdout.readline() == "begun\n"
         try:
             yield Flood(process)
@@ -60,7 +60,7 @@ def neighbour(client):
 def test_connections_of_a_flood_end():
     """The limits are short, and no other caller has to be faster than them."""
     limits = ("--idle-seconds", "1", "--connection-idle-seconds", "1")  # real timeout: the attackers send nothing
-    with server_process((MODEL,), "--threads", "1", *limits) as server:
+    with server_process((MODEL,), "--threads", "1", *limits, forked=True, cwd=TESTS) as server:
         before = tree.files(server.pid)
         with flood(server.address, "stuck", STUCK) as stuck, flood(server.address, "silent", SILENT) as silent:
             wait_until(lambda: stuck.figures() == {"ended": STUCK, "open": 0})
@@ -72,7 +72,7 @@ def test_connections_of_a_flood_end():
 def test_callers_are_answered_during_a_flood():
     """Control of the test above: this server has no limits, and keeps the calls that are stuck."""
     flags = ("--threads", "1", "--idle-seconds", "3600")
-    with server_process((MODEL,), *flags) as server, patient_client(server) as client:
+    with server_process((MODEL,), *flags, forked=True, cwd=TESTS) as server, patient_client(server) as client:
         neighbour(client)
         before = tree.files(server.pid)
         with flood(server.address, "stuck", STUCK) as stuck, flood(server.address, "silent", SILENT):
