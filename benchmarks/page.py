@@ -19,7 +19,7 @@ FRAMES = 50.0  # a second, while a slider moves
 MAPS = 12
 CANVAS = (320, 240)
 SECONDS = 1.0  # of each slider, in every round
-ROUNDS = 5
+OPENINGS, ROUNDS = 15, 5  # at least
 
 READY = """() => document.querySelector("input[type=file]")
   && document.querySelector("#connection").textContent.includes("Connected")"""
@@ -84,7 +84,7 @@ def _measure_page(part: Part, scale: Scale, program: str, address: str, say: Cal
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         _open(browser, address)  # a browser that has just started is slower
-        seconds = statistics.median(_open(browser, address) for _ in range(max(15, scale.rounds)))
+        seconds = statistics.median(_open(browser, address) for _ in range(max(OPENINGS, scale.rounds)))
         say(f"page: interactive after {seconds:.2f} s")
         page = browser.new_page()
         page.goto(address)

@@ -1,6 +1,7 @@
 """The harness of `make bench` runs in its smallest form, and its results are kept."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import shutil
@@ -86,7 +87,7 @@ def test_every_stage_exists_in_the_service(where):
 
 def test_neighbours_benchmark_measures_a_callers_latency(monkeypatch):
     monkeypatch.setattr(neighbours, "STRETCHES", 1)
-    part = neighbours.measure(TINY, say=quietly)
+    part = neighbours.measure(dataclasses.replace(TINY, calls=1), say=quietly)
 
     beside, refused = part.tables
     assert [len(table.rows) for table in (beside, refused)] == [2, 3]
@@ -151,6 +152,8 @@ def test_bar_reports_if_it_is_met():
 def test_page_is_timed_in_a_browser(monkeypatch):
     monkeypatch.setattr(page, "SECONDS", 0.1)  # real timeout: every slider draws at least one frame
     monkeypatch.setattr(page, "ROUNDS", 1)
+    monkeypatch.setattr(page, "OPENINGS", 2)
+    monkeypatch.setattr(page, "MAPS", 2)
     part = page.measure(TINY, say=lambda _text: None)
 
     (table,) = part.tables
