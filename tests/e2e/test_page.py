@@ -67,6 +67,13 @@ def client(served):
 
 
 @pytest.fixture(scope="module")
+def small():
+    """A server with one small model, for tests that measure it often."""
+    with serving(models=(RESNET,), http_address="0") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
 def chromium():
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -628,9 +635,12 @@ def test_grey_photo_of_16_bits_is_explained(opened, deep, tmp_path):
     assert np.array_equal(saved_numbers(page), result.explanations[0].heatmap)
 
 
-def test_readings_equal_the_clients(page, client):
+def test_readings_equal_the_clients(opened, small):
     metrics, methods = ["deletion", "insertion", "sparseness"], ["gradcam", "layercam"]
-    truth = client.evaluate(PHOTOS["chelsea"], metrics=metrics, methods=methods)
+    with camserve.Client(small.address) as client:
+        truth = client.evaluate(PHOTOS["chelsea"], metrics=metrics, methods=methods)
+    page = opened(port=small.http_port)
+    page.wait_for_selector("[data-status=ready]")
     choose_photo(page)
     add_method(page, "layercam", maps=2)
     page.get_by_role("tab", name="Which to believe").click()
@@ -697,8 +707,8 @@ def connect_with(page, secret):
 @pytest.mark.parametrize(
     ("scheme", "viewport"), [("light", {"width": 1280, "height": 900}), ("dark", NARROW)], ids=["light", "dark"]
 )
-def test_accessibility_checker_finds_nothing(opened, scheme, viewport):
-    page = opened(script=AXE.read_text(), color_scheme=scheme)
+def test_accessibility_checker_finds_nothing(opened, small, scheme, viewport):
+    page = opened(port=small.http_port, script=AXE.read_text(), color_scheme=scheme)
     page.set_viewport_size(viewport)
     page.wait_for_selector("[data-status=ready]")
     assert violations(page) == []
@@ -729,8 +739,8 @@ def violations(page):
     return [(rule["id"], [node["html"][:200] for node in rule["nodes"]]) for rule in found]
 
 
-def test_narrow_page_never_scrolls_sideways(opened):
-    page = opened()
+def test_narrow_page_never_scrolls_sideways(opened, small):
+    page = opened(port=small.http_port)
     page.set_viewport_size(NARROW)
     choose_photo(page)
     add_method(page, "layercam", maps=2)
