@@ -49,8 +49,8 @@ def installed(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("empty")
     venv.create(folder / "venv")
     python = folder / "venv/bin/python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--disable-pip-version-check"]
-    result = run(*pip, "-c", ROOT / "constraints.txt", wheel, cwd=folder)
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-compile"]
+    result = run(*pip, "--disable-pip-version-check", "-c", ROOT / "constraints.txt", wheel, cwd=folder)
     assert result.returncode == 0, result.stderr
     return folder / "venv/bin"
 
