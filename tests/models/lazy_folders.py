@@ -51,7 +51,7 @@ class Servers:
     def address(self, spec):
         """Return the address of the server of a spec."""
         if spec not in self._addresses:
-            running = self._running.enter_context(serving(models=(spec,), device="cpu"))
+            running = self._running.enter_context(serving(models=(spec,), device="cpu", threads=1))
             self._addresses[spec] = running.address
         return self._addresses[spec]
 
