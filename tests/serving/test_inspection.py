@@ -448,6 +448,7 @@ def test_heads_of_a_model_without_attention_are_refused(extract):
     assert refusal(extract, rank=5)[:2] == ("FAILED_PRECONDITION", "layer")
 
 
+@pytest.mark.slow
 def test_concepts_and_their_labels_equal_those_of_pytorch_grad_cam(extract, lite0):
     reply = extract(model="efficientnet_lite0", rank=4, top=3)
     photo = np.asarray(Image.open(io.BytesIO(PHOTO)).convert("RGB"))
