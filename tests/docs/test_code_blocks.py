@@ -27,6 +27,9 @@ REASONS = {
 """Why blocks are not run. The other reason is the file of the tests that run the block in another way."""
 
 
+ON_SMALL_IMAGES = {"docs/evaluation.md"}
+
+
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     """Server with the default model; the value maps the documented ports to its ports."""
@@ -38,14 +41,24 @@ def shared(tmp_path_factory):
 
 
 @pytest.fixture
-def reader(shared, tmp_path, monkeypatch):
+def small(tmp_path):
+    """The same model for smaller images, for pages whose blocks explain one hundreds of times and show no result."""
+    servers = Servers()
+    servers.start(["serve", "--model", "efficientnet_lite0?size=64"], tmp_path)
+    yield servers.ports
+    servers.stop()
+
+
+@pytest.fixture
+def reader(request, shared, tmp_path, monkeypatch):
     """A reader in a folder with the photo that the pages offer for download."""
     shutil.copy(ROOT / "docs" / "images" / "cat.jpg", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
-    monkeypatch.setenv("CAMSERVE_SERVER", f"127.0.0.1:{shared[50051]}")
-    return Reader(tmp_path, monkeypatch, shared)
+    ports = shared | (request.getfixturevalue("small") if request.node.callspec.id in ON_SMALL_IMAGES else {})
+    monkeypatch.setenv("CAMSERVE_SERVER", f"127.0.0.1:{ports[50051]}")
+    return Reader(tmp_path, monkeypatch, ports)
 
 
 def named(path):
