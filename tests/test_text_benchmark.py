@@ -51,8 +51,8 @@ def test_peak_and_share_of_a_quadrant_are_those_of_its_values():
 
 @pytest.mark.timeout(600)
 def test_three_methods_find_the_quadrant_of_nine_captions_in_ten():
-    with measure.served() as client:
-        found = measure.measure(client, ("gradient_rollout", "chefer", "occlusion", "random"), 15)
+    with measure.served(steps=400) as client:  # the page's has 600
+        found = measure.measure(client, ("gradient_rollout", "chefer", "occlusion", "random"), 6)
         recall = measure.recall(client, 15)
 
     assert recall > 0.9
