@@ -138,6 +138,7 @@ def test_network_that_cannot_be_copied_is_run_itself_and_restored(network, photo
     assert error_ratio(result_map, gradcam(network, pixels.float()), gradcam(network.double(), pixels.double())) <= 1
 
 
+@pytest.mark.slow
 def test_network_in_half_precision_is_explained_in_float32(network, photo):
     half = copy.deepcopy(network).bfloat16()
     pixels = torch.from_numpy(photo.copy()).permute(2, 0, 1)
@@ -207,6 +208,7 @@ def test_transform_makes_the_input_of_a_pil_image(network):
     assert len(inputs) == 3  # the first is the trial of the constructor
 
 
+@pytest.mark.slow
 def test_transform_makes_the_input_of_an_array_if_it_takes_no_pil_image(network, photo):
     def transform(array):
         return normalised(np.ascontiguousarray(array[:64, :64]))  # a PIL image has no such slices
@@ -388,6 +390,7 @@ print(explainer.explain(np.zeros((64, 64, 3), np.uint8)).explanations[0].heatmap
 """
 
 
+@pytest.mark.slow
 def test_program_ends_silently_with_an_explainer_left_open():
     result = fork_server.run(LEFT_OPEN)
 

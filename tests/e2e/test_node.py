@@ -58,6 +58,7 @@ def test_invalid_photo_of_a_stream_does_not_affect_others(node, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["coffee.edges.jpg", "rocket.edges.jpg"]
 
 
+@pytest.mark.slow
 def test_unreadable_photo_does_not_affect_others(node, tmp_path):
     result = node(PHOTOS["coffee"], "nothing.jpg", PHOTOS["rocket"], "--method", "edges")
 
@@ -197,6 +198,7 @@ server.forceShutdown();
 """
 
 
+@pytest.mark.slow
 def test_photos_are_read_with_backpressure_and_not_after_cancellation(tmp_path):
     library = CLIENT / "node_modules/@grpc/grpc-js/build/src/index.js"
     (tmp_path / "use.mjs").write_text(LEFT_EARLY % (library.as_uri(), (CLIENT / "explain.js").as_uri()))

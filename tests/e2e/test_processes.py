@@ -286,6 +286,7 @@ def test_settings_are_refused_before_a_process_starts(flags, error, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_supervisor_of_the_command_imports_no_torch(tmp_path):
     code = """
 import sys

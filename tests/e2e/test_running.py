@@ -87,6 +87,7 @@ def test_network_of_this_process_is_explained_and_left_as_it_was():
     assert changed == []
 
 
+@pytest.mark.slow
 def test_network_can_be_trained_on_after_it_was_served():
     module = trained()
     with camserve_server.running(models={"custom": Source(module)}) as address, camserve.Client(address) as client:
@@ -99,6 +100,7 @@ def test_network_can_be_trained_on_after_it_was_served():
     assert not torch.equal(module.fc.weight, weights)
 
 
+@pytest.mark.slow
 def test_models_may_be_specs_or_networks():
     models = {"small": SMALL.partition("=")[2], "custom": timm.create_model("test_resnet", num_classes=5)}
     with camserve_server.running(models=models) as address, camserve.Client(address) as client:

@@ -123,7 +123,7 @@ def stuck(server):
             never.set()
 
 
-@pytest.mark.parametrize("with_unused_calls", [False, True])
+@pytest.mark.parametrize("with_unused_calls", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_accepted_calls_are_answered_after_sigterm(with_unused_calls, tmp_path):
     """The calls wait for the model when the signal comes; unused calls, streams and connections are open, too."""
     with (
@@ -161,7 +161,7 @@ def test_calls_that_arrive_during_a_stop_are_answered_or_unavailable(tmp_path):
     assert set(codes(server)) <= {"OK", "UNAVAILABLE"}
 
 
-@pytest.mark.parametrize("with_unused_calls", [False, True])
+@pytest.mark.parametrize("with_unused_calls", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sigterm_ends_a_server_that_is_loading_models(with_unused_calls, tmp_path):
     """The models load for an hour, and a stop must not wait for callers that keep an unused connection open."""
     (tmp_path / "loading_nets.py").write_text("import time\n\ndef net():\n    time.sleep(3600)\n")
