@@ -44,7 +44,8 @@ def shared(tmp_path_factory):
 def small(tmp_path):
     """The same model for smaller images, for pages whose blocks explain one hundreds of times and show no result."""
     servers = Servers()
-    servers.start(["serve", "--model", "efficientnet_lite0?size=64"], tmp_path)
+    words = ["serve", "--model", "efficientnet_lite0?size=64"]
+    servers.start(words, tmp_path)
     yield servers.ports
     servers.stop()
 
