@@ -10,6 +10,7 @@ from pathlib import Path
 
 FOLDERS = ("tests", "service/camserve_server", "clients/python/camserve")
 SECONDS = "tools/suite/seconds.json"
+GENERATED = "_sync"  # folder whose examples are slow: conftest.py marks them
 
 CHOICES = {"fast": "not slow and not search", "slow": "slow and not search", "all": "not search"}
 """Expressions that choose tests by their markers."""
@@ -60,7 +61,8 @@ def find(root: Path, choice: str) -> Iterator[str]:
     """Yield the files with tests or examples; of those without a slow test, none if only slow tests are chosen."""
     for path in sorted(each for folder in FOLDERS for each in (root / folder).rglob("*.py") if "_pb2" not in each.name):
         text = path.read_text(encoding="utf-8")
-        if (path.name.startswith("test_") or ">>> " in text) and (choice != "slow" or "mark.slow" in text):
+        has_slow = "mark.slow" in text or GENERATED in path.parts
+        if (path.name.startswith("test_") or ">>> " in text) and (choice != "slow" or has_slow):
             yield path.relative_to(root).as_posix()
 
 
