@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
+import fork_server as programs
 from camserve_server import models
 from camserve_server.models import ModelSpec, probe_cache
 from camserve_server.workers import fork_server
@@ -37,11 +38,12 @@ def _objects_of_earlier_modules():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def real_cache_folder():
-    """Keep tests from the user's cache of probed models; the value is the function that this replaces."""
-    folder = probe_cache.folder
+def real_cache_folder(tmp_path_factory):
+    """Give this run a cache of probed models, instead of the user's; the value is the function that this replaces."""
+    folder, cache = probe_cache.folder, tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe_cache, "folder", lambda: None)
+        patch.setattr(probe_cache, "folder", lambda: cache / "camserve")
+        patch.setitem(programs.CACHE, "XDG_CACHE_HOME", str(cache))
         yield folder
 
 

@@ -32,8 +32,8 @@ import leftovers
 TESTS = Path(__file__).parent
 SERVER = "from camserve_server.cli import main; main()"
 """The program `camserve-server`."""
-NO_CACHE = {"XDG_CACHE_HOME": os.devnull}
-"""Environment of programs that must not use the user's cache of probed models."""
+CACHE = {"XDG_CACHE_HOME": os.devnull}
+"""Environment of programs: they must not use the user's cache of probed models. conftest.py names the run's own."""
 
 CALL = """
 import pickle, sys
@@ -101,7 +101,7 @@ def start(code, *arguments, cwd=None, environment=None, stdout=None, stderr=None
     """Start a program, as `subprocess.Popen([sys.executable, "-c", code, *arguments])` does."""
     own_socket, child_socket = socket.socketpair()
     request = {"code": code, "arguments": list(map(str, arguments)), "cwd": str(cwd or Path.cwd())}
-    variables = dict(os.environ if environment is None else environment) | NO_CACHE
+    variables = dict(os.environ if environment is None else environment) | CACHE
     request |= {"environment": variables, "pass_fds": list(pass_fds)}
     with child_socket:
         standard = [1 if stdout is None else stdout, 2 if stderr is None else stderr]

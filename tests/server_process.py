@@ -151,7 +151,7 @@ def server_process(
     model_flags = [part for model in models for part in ("--model", model)]
     address = () if "--address" in flags else ("--address", "127.0.0.1:0")
     words = [*command, *address, *model_flags, *map(str, flags)]
-    variables = {**os.environ, **dict.fromkeys(TEST_VARIABLES), **fork_server.NO_CACHE, **(environment or {})}
+    variables = {**os.environ, **dict.fromkeys(TEST_VARIABLES), **fork_server.CACHE, **(environment or {})}
     variables = {name: str(value) for name, value in variables.items() if value is not None}
     with tempfile.TemporaryFile() as log:
         options = {"cwd": cwd, "stdout": log, "stderr": log}

@@ -339,9 +339,11 @@ def test_every_file_is_in_one_part_with_files_of_its_group(seed):
 
 
 def test_there_are_few_parts_however_long_the_tests_take():
-    divided = parts.divide(FILES, dict.fromkeys(FILES, 1000.0))
+    times = dict.fromkeys(FILES, 1000.0)
+    divided = parts.divide(FILES, times)
 
-    assert parts.MOST_PARTS <= len(divided) <= parts.MOST_PARTS + len(parts.GROUPS)
+    assert len(divided) <= parts.MOST_PARTS + len(parts.GROUPS)
+    assert max(part.seconds for part in divided) <= 1.5 * sum(times.values()) / parts.MOST_PARTS
 
 
 def test_parts_of_servers_start_first_and_then_the_longest():

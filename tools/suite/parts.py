@@ -1,7 +1,6 @@
 """Parts of the test suite: files that one process of pytest tests."""
 
 import json
-import math
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -97,8 +96,8 @@ def _shuffled(files: list[str], chance: random.Random) -> list[str]:
 
 
 def _cut(times: dict[str, float], limit: float) -> Iterator[Part]:
-    """Cut a list of files with their times into parts that are about equally long, and about the limit at most."""
-    length = sum(times.values()) / max(1, math.ceil(sum(times.values()) / limit))
+    """Cut a list of files with their times into parts that are about equally long, and about as long as the limit."""
+    length = sum(times.values()) / max(1, round(sum(times.values()) / limit))
     chosen = defaultdict[int, list[str]](list)
     total = 0.0
     for file, time in times.items():

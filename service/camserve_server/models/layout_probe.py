@@ -121,7 +121,8 @@ def _read(output: Tensor, layout: Layout) -> Reading:
     grid = grid[:, :: -(-grid.shape[1] // MAX_CHANNELS)]
     down, right, everywhere = grid[1:] - grid[:1]
     changes = torch.stack([down, everywhere - down, right, everywhere - right])
-    threshold = float(changes.square().sum(1).max().sqrt()) * ROUNDING
+    largest = changes.square().sum(1).max().sqrt()
+    threshold = (largest * ROUNDING).clamp(min=torch.finfo(torch.float32).tiny)
     plain = _correlate(changes, layout, threshold)
     if plain.is_right:
         return plain
@@ -130,33 +131,34 @@ def _read(output: Tensor, layout: Layout) -> Reading:
     return max(plain, centred, key=lambda reading: reading.fit)
 
 
-def _correlate(changes: Tensor, layout: Layout, threshold: float) -> Reading:
+def _correlate(changes: Tensor, layout: Layout, threshold: Tensor) -> Reading:
     """Correlate the shares of the changes [4,C,h,w] with rows and columns; changes below the threshold do not count."""
     squares = changes.square()
     halves = torch.stack([squares[:, ::2].sum(1), squares[:, 1::2].sum(1)])
-    whole, first, second = (_shares(energy, threshold) for energy in (halves.sum(0), *halves))
+    whole, first, second = _shares(torch.cat([halves.sum(0, keepdim=True), halves]), threshold)
     rows = torch.linspace(1, -1, layout.height, device=changes.device).view(-1, 1).expand_as(whole[0])
     columns = torch.linspace(1, -1, layout.width, device=changes.device).view(1, -1).expand_as(whole[0])
-    return Reading(
-        layout=layout,
-        fit=min(_correlation(whole[0], rows), _correlation(whole[1], columns)),
-        spread=min(float(share.std()) for share in whole),
-        agreement=min(_correlation(share, other) for share, other in zip(first, second, strict=True)),
-    )
+    # All at once: a layer is small, and each operation takes longer to start than to run.
+    correlations = _correlations(torch.stack([whole, first]), torch.stack([torch.stack([rows, columns]), second]))
+    spreads = whole.flatten(1).std(1)
+    fit, agreement, spread = torch.cat([correlations.amin(1), spreads.amin(0, keepdim=True)]).tolist()
+    return Reading(layout, fit, spread, agreement)
 
 
-def _shares(energy: Tensor, threshold: float) -> Tensor:
-    """Return how the change fades at each place [2,h,w], downward and to the right, from squared changes [4,h,w].
+def _shares(energy: Tensor, threshold: Tensor) -> Tensor:
+    """Return how the change fades at each place [n,2,h,w], downward and to the right, from squared changes [n,4,h,w].
 
     1 means that only the noise that fades in this direction changes the place, -1 that only the opposite noise does.
     """
-    down, up, right, left = energy.sqrt()
-    first, last = torch.stack([down, right]), torch.stack([up, left])
-    return (first - last) / (first + last).clamp(min=max(threshold, torch.finfo(torch.float32).tiny))
+    changes = energy.sqrt()
+    first, last = changes[:, ::2], changes[:, 1::2]  # down and right, up and left
+    return (first - last) / (first + last).clamp(min=threshold)
 
 
-def _correlation(first: Tensor, second: Tensor) -> float:
-    """Return Pearson's correlation, or 0 if an argument is constant or not finite."""
-    first, second = first - first.mean(), second - second.mean()
-    correlation = float((first * second).sum() / (first.norm() * second.norm()).clamp(min=1e-12))
-    return correlation if correlation == correlation else 0.0  # noqa: PLR0124 -- NaN
+def _correlations(first: Tensor, second: Tensor) -> Tensor:
+    """Return Pearson's correlation of each pair of grids [...,h,w], or 0 if one is constant or not finite."""
+    first, second = first.flatten(-2), second.flatten(-2)
+    first, second = first - first.mean(-1, keepdim=True), second - second.mean(-1, keepdim=True)
+    norms = torch.linalg.vector_norm(first, dim=-1) * torch.linalg.vector_norm(second, dim=-1)
+    correlations: Tensor = (first * second).sum(-1) / norms.clamp(min=1e-12)
+    return correlations.nan_to_num(0.0)
