@@ -97,6 +97,7 @@ def text(report: Report) -> str:
 def main(events: str, seed: str, *arguments: str) -> int:
     """Run pytest with these arguments; return its exit code."""
     sys.path[0] = str(Path.cwd())  # as with `python -m pytest`
+    # Not every project has one (tests/test_run_tests.py makes some), and forks would inherit the measuring of coverage.
     if Path("tests/fork_server.py").exists() and "coverage" not in sys.modules:
         sys.path.insert(1, str(Path("tests").resolve()))
         importlib.import_module("fork_server").start_early()
