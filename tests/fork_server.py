@@ -1,4 +1,4 @@
-"""Fork server for programs of tests: one process imports the server and torch, and every program forks from it.
+"""Fork servers for programs of tests: a process imports the server and torch, and every program forks from it.
 
 A new Python process takes seconds to import torch; a fork has the import done. Each fork has its own process id,
 working folder, environment, standard output, signals and exit code. Variables that are read only when a process starts
@@ -97,11 +97,14 @@ class Process:
         self.wait()
 
 
-def start(code, *arguments, cwd=None, environment=None, stdout=None, stderr=None, pass_fds=()):
-    """Start a program, as `subprocess.Popen([sys.executable, "-c", code, *arguments])` does."""
+def start(code, *arguments, cwd=None, environment=None, stdout=None, stderr=None, pass_fds=(), imported_with=()):
+    """Start a program, as `subprocess.Popen([sys.executable, "-c", code, *arguments])` does.
+
+    `imported_with` are pairs of a variable and its value that its fork server had when it imported torch.
+    """
     own_socket, child_socket = socket.socketpair()
     request = {"code": code, "arguments": list(map(str, arguments)), "cwd": str(cwd or Path.cwd())}
-    variables = dict(os.environ if environment is None else environment) | CACHE
+    variables = os.environ | CACHE if environment is None else dict(environment)
     request |= {"environment": variables, "pass_fds": list(pass_fds)}
     with child_socket:
         standard = [1 if stdout is None else stdout, 2 if stderr is None else stderr]
@@ -110,7 +113,7 @@ def start(code, *arguments, cwd=None, environment=None, stdout=None, stderr=None
             *(file if isinstance(file, int) else file.fileno() for file in standard),
             *pass_fds,
         ]
-        socket.send_fds(_fork_server(), [json.dumps(request).encode()], numbers)
+        socket.send_fds(_fork_server(imported_with), [json.dumps(request).encode()], numbers)
     return Process(own_socket)
 
 
@@ -180,17 +183,20 @@ def _sockets():
 
 
 @functools.cache
-def _fork_server():
-    """Return the connection to the fork server of this test run, which ends when this process does."""
-    if _early:
+def _fork_server(imported_with):
+    """Return the connection to a fork server, which ends when this process does.
+
+    One with variables of its own is in a session of its own: Ctrl-C in a terminal does not reach it.
+    """
+    if _early and not imported_with:
         return _early[0]
     own_socket, child_socket = _sockets()
     with child_socket:
         child_socket.set_inheritable(True)
         path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         code = f"import sys, fork_server; sys.path.remove({str(TESTS)!r}); fork_server.serve({child_socket.fileno()})"
-        environment = os.environ | {"PYTHONPATH": path, leftovers.KEPT: leftovers.ENDS_ITSELF}
-        os.posix_spawn(sys.executable, [sys.executable, "-c", code], environment)
+        environment = os.environ | {"PYTHONPATH": path, leftovers.KEPT: leftovers.ENDS_ITSELF} | dict(imported_with)
+        os.posix_spawn(sys.executable, [sys.executable, "-c", code], environment, setsid=bool(imported_with))
     return own_socket
 
 

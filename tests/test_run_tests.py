@@ -160,6 +160,18 @@ def project(tmp_path, monkeypatch):
     return write
 
 
+@pytest.fixture(params=["new processes", "forks"])
+def any_project(project, request):
+    """The same function, for a project whose parts are new processes, and for one whose parts are forks."""
+    if request.param == "forks":
+        tests = project() / "tests"
+        (tests / "leftovers.py").write_bytes((ROOT / "tests" / "leftovers.py").read_bytes())
+        server = (ROOT / "tests" / "fork_server.py").read_text(encoding="utf-8")
+        without_torch = "\n\ndef _import_programs():\n    pass\n"
+        (tests / "fork_server.py").write_text(server + without_torch, encoding="utf-8")
+    return project
+
+
 def start(root, *arguments, program="run_tests"):
     command = [sys.executable, "-m", f"tools.{program}", *arguments, "--root", str(root)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -236,8 +248,8 @@ def test_file_that_cannot_be_imported_fails_and_others_run(project):
     assert without_time(shown.splitlines()[-1]) == "1 passed, 1 failed, 0 skipped"
 
 
-def test_ended_pytest_process_fails_and_leaves_no_process(project):
-    root = project(crashing=CRASHING)
+def test_ended_pytest_process_fails_and_leaves_no_process(any_project):
+    root = any_project(crashing=CRASHING)
     code, shown = run(root, "fast")
 
     assert code == 1
@@ -247,15 +259,15 @@ def test_ended_pytest_process_fails_and_leaves_no_process(project):
     wait_until(lambda: not is_running(int((root / "left").read_text())))
 
 
-def test_pytest_process_that_ends_without_an_error_fails_too(project):
-    code, shown = run(project(ending="import os\n\ndef test_ends():\n    os._exit(0)\n"), "fast")
+def test_pytest_process_that_ends_without_an_error_fails_too(any_project):
+    code, shown = run(any_project(ending="import os\n\ndef test_ends():\n    os._exit(0)\n"), "fast")
 
     assert code == 1
     assert "FAILED tests/test_ending.py::test_ends (process) - pytest ended with exit code 0 before 1 of" in shown
 
 
-def test_error_of_pytest_itself_fails_and_is_shown(project):
-    root = project(a="def test_a(): pass")
+def test_error_of_pytest_itself_fails_and_is_shown(any_project):
+    root = any_project(a="def test_a(): pass")
     (root / "conftest.py").write_text("raise ValueError('a broken conftest')")
     code, shown = run(root, "fast")
 
@@ -265,8 +277,8 @@ def test_error_of_pytest_itself_fails_and_is_shown(project):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_interrupted_run_stops_its_tests_and_reports_the_rest(number, project):
-    root = project(hanging=HANGING)
+def test_interrupted_run_stops_its_tests_and_reports_the_rest(number, any_project):
+    root = any_project(hanging=HANGING)
     with start(root, "fast") as process:
         wait_until((root / "began").exists)
         process.send_signal(number)
@@ -279,8 +291,8 @@ def test_interrupted_run_stops_its_tests_and_reports_the_rest(number, project):
     assert not is_running(int((root / "began").read_text()))
 
 
-def test_tests_end_if_the_program_that_runs_them_is_killed(project, monkeypatch):
-    root = project(orphans=ORPHANS)
+def test_tests_end_if_the_program_that_runs_them_is_killed(any_project, monkeypatch):
+    root = any_project(orphans=ORPHANS)
     os.mkfifo(root / "gate")
     monkeypatch.setenv("TMPDIR", str(root))  # the program cannot remove its files
     with start(root, "fast") as process:

@@ -1,6 +1,8 @@
 """Process of pytest that tests a part."""
 
 import contextlib
+import functools
+import importlib
 import json
 import os
 import signal
@@ -9,7 +11,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tools.suite.parts import CHOICES, Part
 from tools.suite.results import Failure, Results
@@ -18,6 +20,8 @@ LOG_LINES = 60  # shown of a process that ended too early
 REST_SECONDS = 5  # for what a part has started and left
 OK, FAILED, NO_TESTS = 0, 1, 5  # exit codes of pytest
 IMPORTED = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"  # by `start_early`
+FORKED = "import os, runpy, sys; os.setsid(); sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+"""Program that runs the Python file in its arguments, in a session of its own."""
 OPTIONS = ("-q", "--tb=short", "-W", IMPORTED, "-p", "no:cacheprovider", "--continue-on-collection-errors")
 
 
@@ -37,17 +41,40 @@ class Settings:
     seed: int | None = None
     coverage: bool = False
 
-    def command(self, part: Part, events: Path) -> list[str]:
-        """Return the command that tests a part."""
-        return [
-            *(sys.executable, *(("-m", "coverage", "run") if self.coverage else ())),
-            *(
-                str(Path(__file__).with_name("pytest_part.py")),
-                str(events),
-                "" if self.seed is None else str(self.seed),
-            ),
-            *(*OPTIONS, "-m", CHOICES[self.choice], *part.files),
-        ]
+    def start(self, part: Part, events: Path, log: IO[bytes]) -> Any:
+        """Start the process that tests a part, and return it as a `subprocess.Popen`.
+
+        It is a fork if that is possible, because a new process takes 8 s to import torch.
+        """
+        program = [str(Path(__file__).with_name("pytest_part.py")), str(events)]
+        program += ["" if self.seed is None else str(self.seed), *OPTIONS, "-m", CHOICES[self.choice], *part.files]
+        environment = os.environ | part.variables
+        # Not every project has a fork server (tests/test_run_tests.py makes some); coverage.py measures no forks.
+        if part.variables and not self.coverage and (tests := self.root / "tests" / "fork_server.py").exists():
+            return _module(tests).start(
+                *(FORKED, *program),
+                cwd=self.root,
+                environment=environment,
+                stdout=log,
+                stderr=log,
+                imported_with=tuple(part.variables.items()),
+            )
+        measured = ("-m", "coverage", "run") if self.coverage else ()
+        return subprocess.Popen(  # noqa: S603 -- our own program
+            [sys.executable, *measured, *program],
+            cwd=self.root,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+@functools.cache
+def _module(path: Path) -> Any:
+    sys.path.append(str(path.parent))
+    return importlib.import_module(path.stem)
 
 
 class Process:
@@ -66,15 +93,7 @@ class Process:
         self._test, self._waiting = "", 0
         self._began, self._ended = time.monotonic(), 0.0
         with self._log.open("wb") as log:
-            self._popen = subprocess.Popen(  # noqa: S603 -- our own program
-                settings.command(part, folder / "events"),
-                cwd=settings.root,
-                env=os.environ | part.variables,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self._process = settings.start(part, folder / "events", log)
 
     @property
     def elapsed(self) -> float:
@@ -94,13 +113,13 @@ class Process:
 
     def has_ended(self) -> bool:
         """Return True if pytest has ended, and all that it has started too: what remains after a while is killed."""
-        code = self._popen.poll()
+        code = self._process.poll()
         if code is None:
             return False
         self._ended = self._ended or time.monotonic()
         if code in (OK, FAILED, NO_TESTS) and time.monotonic() < self._ended + REST_SECONDS:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._popen.pid, 0)
+                os.killpg(self._process.pid, 0)
                 return False
         self.kill()
         return True
@@ -108,7 +127,7 @@ class Process:
     def check_end(self) -> None:
         """Add a failure if pytest has ended before it had all results."""
         self.read()
-        code, complete = self._popen.returncode, not self._waiting
+        code, complete = self._process.returncode, not self._waiting
         if complete and (code in (OK, NO_TESTS) or (code == FAILED and self.results.failures)):
             return
         log = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
@@ -117,19 +136,20 @@ class Process:
 
     def interrupt(self) -> None:
         """Stop pytest as Ctrl-C does: its fixtures then stop what they have started."""
-        if self._popen.poll() is None:
-            self._popen.send_signal(signal.SIGINT)
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
 
     def wait(self, seconds: float) -> None:
         """Wait for the end of pytest, this long at most."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(seconds)
+            self._process.wait(seconds)
 
     def kill(self) -> None:
         """Kill pytest and all that it has started."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait()
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()  # a fork has no session of its own at first
+        self._process.wait()
 
     def close(self) -> None:
         """Close the file of events."""
