@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 from torch import nn
-from torchvision.models import ConvNeXt, SwinTransformer, VisionTransformer
+from torchvision.models import ConvNeXt, DenseNet, SwinTransformer, VisionTransformer
 from torchvision.models.convnext import CNBlockConfig
 
 from camserve_server import models
@@ -25,14 +25,12 @@ from camserve_server.targets.values import ClassTarget, RankTarget
 from fake_gpu import Convolutions, FakeGpu, fake_gpu
 from methods.tools import CAMS, Toy, call, error_ratio, exact, gap, inputs, noise, plain, run, worst_error_ratio
 
-TINY = "vit_tiny_patch16_224"
-
 FOLDED = {
     "timm:test_efficientnet": 13,  # all of them: timm's batch norms include their activation
     "timm:test_resnet": 15,
     "torchvision:mobilenet_v3_small": 34,
     "efficientnet_lite0": 49,
-    "torchvision:densenet121": 59,  # of 121: the others come after a concatenation
+    "models.test_acceleration:small_densenet": 5,  # of 11: the others come after a concatenation
 }
 FAST = ("timm:test_efficientnet", "timm:test_resnet")
 
@@ -186,6 +184,10 @@ def small_swin():
     return SwinTransformer([4, 4], 24, depths=[2, 2], num_heads=[2, 2], window_size=[4, 4], num_classes=5)
 
 
+def small_densenet():
+    return DenseNet(8, block_config=(2, 2), num_init_features=16, num_classes=5)
+
+
 small_resnet = partial(timm.create_model, "test_resnet")
 
 
@@ -197,10 +199,10 @@ def small_convnext():
     "make",
     [
         small_vit,
-        small_swin,
+        pytest.param(small_swin, marks=pytest.mark.slow),
         small_convnext,
         small_resnet,
-        pytest.param(partial(timm.create_model, TINY, img_size=64), marks=pytest.mark.slow),
+        pytest.param(partial(timm.create_model, "test_vit", img_size=64), marks=pytest.mark.slow),
     ],
 )
 def test_half_precision_ends_at_the_default_layer(make, plant):
@@ -221,9 +223,9 @@ def test_half_precision_ends_at_the_default_layer(make, plant):
     "make",
     [
         small_vit,
-        small_swin,
+        pytest.param(small_swin, marks=pytest.mark.slow),
         small_convnext,
-        pytest.param(partial(timm.create_model, TINY, img_size=64), marks=pytest.mark.slow),
+        pytest.param(partial(timm.create_model, "test_vit", img_size=64), marks=pytest.mark.slow),
     ],
 )
 def test_float32_results_without_batch_norms_are_the_same(make, plant):

@@ -135,7 +135,7 @@ def test_attention_kernel_named_in_the_folder_is_not_fetched(kind, originals, tm
     if "backbone_config" in json.loads((folder / "config.json").read_text()):
         changed_backbone(folder, _attn_implementation="kernels-community/vit", attn_implementation="owner/kernel")
 
-    assert models.load(parse(f"hf:{folder}")).info.task in ("detect", "segment")
+    assert sources.build(parse(f"hf:{folder}")).task in ("detect", "segment")
     assert not offline
 
 

@@ -3,6 +3,7 @@
 import io
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -28,12 +29,11 @@ hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
 
 CLASSES = ("a photo of a cat", "a photo of a dog", "крокодил", "")
 FAST = ("clip", "siglip")
-"""The network of SigLIP 2 is that of SigLIP; its tokenizer is another."""
+"""The network of SigLIP 2 is that of SigLIP; its tokenizer is another, so that tests of texts have it too."""
 PRECISIONS = (torch.float32, torch.float64)
 LAYERS = {
     "clip": "vision_model.encoder.layers.2.layer_norm1",
     "siglip": "vision_model.post_layernorm",
-    "siglip2": "vision_model.post_layernorm",
 }
 FEW = {"samples": 2, "steps": 2, "scales": 1, "top_channels": 2, "cells": 2, "k": 0.5}
 NO_RELU = {"guided_backprop", "deconvnet", "guided_gradcam"}
@@ -72,10 +72,20 @@ def png(seed):
     return data.getvalue()
 
 
+@cache
+def transformers_model(folder, precision):
+    """Return transformers' own model of a folder; tests share it."""
+    return hf.AutoModel.from_pretrained(folder, dtype=precision).eval()
+
+
+@cache
+def transformers_processor(folder):
+    return hf.AutoProcessor.from_pretrained(folder)
+
+
 def logits(folder, seed, texts, precision):
     """Return transformers' own logits [texts] for a photo."""
-    net = hf.AutoModel.from_pretrained(folder, dtype=precision).eval()
-    processor = hf.AutoProcessor.from_pretrained(folder)
+    net, processor = transformers_model(folder, precision), transformers_processor(folder)
     pixels = processor.image_processor(images=Image.open(io.BytesIO(png(seed))), return_tensors="pt")["pixel_values"]
     with torch.no_grad():
         return net(pixel_values=pixels.to(precision), **tokens_of(processor, texts)).logits_per_image[0]
@@ -83,15 +93,14 @@ def logits(folder, seed, texts, precision):
 
 def by_hand(folder, layer, pixels, texts, score, precision):
     """Return the score, the largest logit and Grad-CAM's map, by autograd through transformers' model and processor."""
-    net = hf.AutoModel.from_pretrained(folder, dtype=precision).eval()
-    kept = []
+    net, kept = transformers_model(folder, precision), []
 
     def keep(_module, _args, output):
         kept.append(output)
         output.retain_grad()
 
     with net.get_submodule(layer).register_forward_hook(keep):
-        tokens = tokens_of(hf.AutoProcessor.from_pretrained(folder), texts)
+        tokens = tokens_of(transformers_processor(folder), texts)
         logits = net(pixel_values=pixels.to(precision).requires_grad_(), **tokens).logits_per_image[0]
     found = score(logits)
     found.backward()
@@ -127,7 +136,7 @@ def asked(model, targets, texts=(), methods=("gradcam",)):
 def test_tokens_equal_those_of_transformers_processor(kind, zoo):
     config = hf.AutoConfig.from_pretrained(zoo[kind]).text_config
     tokenizer = FolderTokenizer(zoo[kind], kind, config.max_position_embeddings, config.vocab_size)
-    expected = tokens_of(hf.AutoProcessor.from_pretrained(zoo[kind]), TEXTS)
+    expected = tokens_of(transformers_processor(zoo[kind]), TEXTS)
     ids, mask = tokenizer(TEXTS)
 
     assert torch.equal(ids[:, : expected["input_ids"].shape[1]], expected["input_ids"])
@@ -136,7 +145,7 @@ def test_tokens_equal_those_of_transformers_processor(kind, zoo):
         assert torch.equal(mask, expected["attention_mask"])
 
 
-@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, FAST, KINDS))
+@pytest.mark.parametrize("kind", FAST)
 def test_default_layer_is_the_last_one_whose_patches_reach_the_score(kind, loaded):
     info = loaded(kind).info
     layout = info.layers[info.default_layer].layout
@@ -183,7 +192,7 @@ def test_maps_of_texts_equal_those_from_autograd(kind, zoo, loaded):
         check(explanation, model, zoo[kind], image, texts, score)
 
 
-@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, FAST, KINDS))
+@pytest.mark.parametrize("kind", FAST)
 def test_neighbours_with_other_texts_change_nothing(kind, zoo, loaded):
     model, pictures = loaded(kind), [noise(seed, SIDE) for seed in (5, 6, 7)]
     texts = ("cat", "dog", "photo", "no", "cats")
@@ -213,7 +222,7 @@ def stacked(embeddings, texts):
     return np.stack([embeddings[text] for text in texts])
 
 
-@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, ["clip"], KINDS))
+@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, ["clip"], FAST))
 def test_every_method_explains_a_text_or_says_what_is_missing(kind, loaded):
     model, refused = loaded(kind), {}
     for name, method in METHODS.items():
@@ -234,8 +243,7 @@ def test_every_method_explains_a_text_or_says_what_is_missing(kind, loaded):
 
 def grad_eclip_by_hand(folder, pixels, texts, precision):
     """Return Grad-ECLIP's map for the first text, by hooks on transformers' own modules."""
-    net = hf.AutoModel.from_pretrained(folder, dtype=precision).eval()
-    kept = {}
+    net, kept = transformers_model(folder, precision), {}
 
     def keep(name):
         def hook(_module, args, output):
@@ -246,10 +254,11 @@ def grad_eclip_by_hand(folder, pixels, texts, precision):
         return hook
 
     attention = net.vision_model.encoder.layers[-1].self_attn
-    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-        attention.get_submodule(name).register_forward_hook(keep(name))
-    tokens = tokens_of(hf.AutoProcessor.from_pretrained(folder), texts)
-    net(pixel_values=pixels.to(precision).requires_grad_(), **tokens).logits_per_image[0, 0].backward()
+    tokens = tokens_of(transformers_processor(folder), texts)
+    with ExitStack() as hooks:
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            hooks.enter_context(attention.get_submodule(name).register_forward_hook(keep(name)))
+        net(pixel_values=pixels.to(precision).requires_grad_(), **tokens).logits_per_image[0, 0].backward()
     query, key, value = (kept[name][0].detach().numpy() for name in ("q_proj", "k_proj", "v_proj"))
     weights = kept["out_proj"].grad[0, 0].numpy()
     norms = np.linalg.norm(key[1:], axis=1) * np.linalg.norm(query[0])
@@ -267,7 +276,7 @@ def test_grad_eclip_equals_the_formula_on_transformers_own_modules(zoo, loaded):
     assert error_ratio(found.heatmap, plain, truth) <= 1
 
 
-@pytest.mark.parametrize("kind", marked_except(pytest.mark.slow, FAST, KINDS))
+@pytest.mark.parametrize("kind", FAST)
 def test_grad_eclip_of_a_batch_equals_that_of_each_row(kind, loaded):
     model, pictures = loaded(kind), [noise(seed, SIDE) for seed in (1, 2)]
     embeddings = embedded(model, ["cat", "dog"])

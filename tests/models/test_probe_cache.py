@@ -44,6 +44,21 @@ def probes(folder, monkeypatch):  # noqa: ARG001 -- it is made empty
     return probed
 
 
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """The description of a model, and the folder with its file."""
+    with pytest.MonkeyPatch.context() as patch:
+        kept = tmp_path_factory.mktemp("cache")
+        patch.setattr(probe_cache, "folder", lambda: kept)
+        return models.load(parse(NET)).info, kept
+
+
+@pytest.fixture
+def cached(loaded, folder):
+    """A cache folder with the file of NET: a start that changes nothing probes nothing."""
+    shutil.copytree(loaded[1], folder)
+
+
 def file_in(folder):
     (file,) = folder.glob("*.json")
     return file
@@ -68,9 +83,9 @@ def test_cached_start_gives_the_same_description(spec, probes):
     assert repr(second.info) == repr(first.info)  # the same types, such as tuples and not lists
 
 
-@pytest.mark.usefixtures("folder")
-def test_cached_start_gives_the_same_bytes():
+def test_cached_start_gives_the_same_bytes(probes):
     first, second = (models.load(parse(NET)) for _ in range(2))
+    assert len(probes) == 1
     row = Row(noise(0, 64), anything(first.info), (MethodCall("gradcam"),))
 
     def answer(model):
@@ -88,32 +103,34 @@ def test_cached_start_gives_the_same_bytes():
     "other",
     ["timm:test_resnet?weights=none&size=96&accelerate=false", "timm:test_vit?weights=none&accelerate=false"],
 )
+@pytest.mark.usefixtures("cached")
 def test_other_model_is_probed(other, probes):
-    models.load(parse(NET))
     models.load(parse(other))
-    assert len(probes) == 2
+    assert len(probes) == 1
 
 
+@pytest.mark.usefixtures("cached")
 def test_other_weights_are_probed(probes, tmp_path):
     module = models.load(parse(NET)).module
+    assert not probes
     weights = module.state_dict()
     weights["fc.bias"] += 1
     torch.save(weights, tmp_path / "w.pth")
     models.load(parse(NET.replace("none", str(tmp_path / "w.pth"))))
-    assert len(probes) == 2
+    assert len(probes) == 1
 
 
+@pytest.mark.usefixtures("cached")
 @pytest.mark.parametrize("name", ["torch", "torchvision", "timm"])
 def test_other_version_is_probed(name, probes, monkeypatch):
-    models.load(parse(NET))
     monkeypatch.setattr(sys.modules[name], "__version__", "0.0.1")
     models.load(parse(NET))
-    assert len(probes) == 2
+    assert len(probes) == 1
 
 
+@pytest.mark.usefixtures("cached")
 @pytest.mark.parametrize("what", ["_own_code", "processor", "environment", "threads"])
 def test_other_code_processor_environment_or_threads_are_probed(what, probes, monkeypatch):
-    models.load(parse(NET))
     if what == "environment":
         monkeypatch.setenv("TIMM_FUSED_ATTN", "0")
     elif what == "threads":
@@ -121,7 +138,7 @@ def test_other_code_processor_environment_or_threads_are_probed(what, probes, mo
     else:
         monkeypatch.setattr(probe_cache, what, lambda: "another")
     models.load(parse(NET))
-    assert len(probes) == 2
+    assert len(probes) == 1
 
 
 def change(path, value):
@@ -166,36 +183,26 @@ FAST = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
-    """The description of a model, and the folder with its file."""
-    with pytest.MonkeyPatch.context() as patch:
-        kept = tmp_path_factory.mktemp("cache")
-        patch.setattr(probe_cache, "folder", lambda: kept)
-        return models.load(parse(NET)).info, kept
-
-
 @pytest.mark.parametrize("fault", marked_except(pytest.mark.slow, FAST, FAULTS))
+@pytest.mark.usefixtures("cached")
 def test_damaged_file_is_ignored_and_replaced(fault, loaded, folder, probes):
-    info, kept = loaded
-    shutil.copytree(kept, folder)
     whole = file_in(folder).read_text()
     file_in(folder).write_text(FAULTS[fault](whole))
 
-    assert models.load(parse(NET)).info == info
+    assert models.load(parse(NET)).info == loaded[0]
     assert len(probes) == 1
     assert json.loads(file_in(folder).read_text()) == json.loads(whole)
 
 
-def test_file_of_another_user_is_ignored(loaded, folder, probes, monkeypatch):
-    shutil.copytree(loaded[1], folder)
+@pytest.mark.usefixtures("cached")
+def test_file_of_another_user_is_ignored(folder, probes, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: file_in(folder).stat().st_uid + 1)
     models.load(parse(NET))
     assert len(probes) == 1
 
 
-def test_pipe_in_place_of_a_file_is_ignored(loaded, folder, probes):
-    shutil.copytree(loaded[1], folder)
+@pytest.mark.usefixtures("cached")
+def test_pipe_in_place_of_a_file_is_ignored(folder, probes):
     path = file_in(folder)
     path.unlink()
     os.mkfifo(path)

@@ -16,7 +16,7 @@ from camserve_server.targets.values import ClassTarget
 from fake_gpu import FakeGpu, fake_gpu
 from methods.tools import noise
 
-NET = "timm:test_resnet?weights=none&size=64"
+NET = "timm:test_resnet?weights=none&size=64&accelerate=false"
 ALL = 1000
 """More modules than any model has."""
 
