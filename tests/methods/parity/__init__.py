@@ -40,6 +40,17 @@ MODELS = {
 SMALL = "small resnet, biases drawn"
 """A model for fast tests, which is not in docs/parity.md."""
 _SMALL = ("small=methods.parity.made:small?size=96", "layer4", ("flower",))
+_SIZES = {"resnet50": 96, "densenet121": 128, "vgg16": 96, "convnext_tiny": 96, "swin_t": 112, "vit_b_16": 64}
+NARROW = {name: f"narrow {name}" for name in _SIZES}
+"""Names of narrow models of the same architectures, for tests, which are not in docs/parity.md either."""
+
+
+def _described(name):
+    """Return what `MODELS` says about a model, also for those that it does not have."""
+    tested = {SMALL: _SMALL}
+    for kind, size in _SIZES.items():
+        tested[NARROW[kind]] = (f"narrow=methods.narrow:{kind}?size={size}", *MODELS[kind][1:])
+    return (MODELS | tested)[name]
 
 
 def cached(function):
@@ -157,7 +168,7 @@ def gradients(subject, image):
 @lru_cache(maxsize=1)  # cases go model by model; all of them at once would hold gigabytes
 def subjects(name):
     """The photos before a model."""
-    spec, layer, names = _SMALL if name == SMALL else MODELS[name]
+    spec, layer, names = _described(name)
     model = models.load(models.parse(spec))
     theirs = unfrozen(model.module)
     results = []
@@ -252,7 +263,7 @@ class Case:
 
     def likeness(self):
         """Measure the least correlation with the oracle over the model's photos."""
-        return min(correlation(self._ours(each), self.theirs(each)) for each in subjects(self.model))
+        return min(correlation(self._ours(each), self.theirs(each)) for each in subjects(self.model)[: self.photos])
 
     def _ours(self, subject):
         return self.ours(subject) if self.ours else subject.ours(self.method, **self.parameters)
