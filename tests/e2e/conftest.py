@@ -20,6 +20,30 @@ def served():
 
 
 @pytest.fixture(scope="session")
+def detector():
+    """Spec of the default model of `tasks_served`, which has a pyramid."""
+    return "torchvision:ssdlite320_mobilenet_v3_large?weights=none&classes=3&size=128"
+
+
+@pytest.fixture(scope="session")
+def tasks_served(detector, tmp_path_factory):
+    """Server with models of every task, also over HTTP."""
+    labels = tmp_path_factory.mktemp("labels") / "colours.txt"
+    labels.write_text("background\nred\ngreen\n")
+    models = (
+        f"detector={detector}",
+        f"colours=coloured:Colours?size=64&labels={labels}",
+        f"finder=coloured:Finder?size=64&labels={labels}",
+        "pooled=coloured:Pooled?size=64&task=embed",
+        "proportional=coloured:proportional",
+        "lraspp=torchvision:lraspp_mobilenet_v3_large?weights=none&size=64",
+        "resnet=timm:test_resnet?weights=none&size=64",
+    )
+    with serving(models=models, threads=1, http_address="0") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def address(served):
     """Address of the server."""
     return served.address

@@ -10,25 +10,15 @@ from PIL import Image
 import camserve
 from coloured import painted
 from http_calls import EXPLAIN, post
-from support import PHOTOS, serving
+from support import PHOTOS
 
 PLACES = {"red": (20, 90, 48), "green": (80, 24, 40)}
 HEIGHT, WIDTH = 144, 160
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    labels = tmp_path_factory.mktemp("labels") / "colours.txt"
-    labels.write_text("background\nred\ngreen\n")
-    names = (f"colours=coloured:Colours?size=64&labels={labels}", "resnet=timm:test_resnet?weights=none&size=64")
-    names = (*names, "proportional=coloured:proportional")
-    with serving(models=names, threads=1, http_address="127.0.0.1:0") as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with camserve.Client(server.address, retries=0, timeout=60) as client:
+def client(tasks_served):
+    with camserve.Client(tasks_served.address, retries=0, timeout=60) as client:
         yield client
 
 
@@ -100,10 +90,10 @@ def test_receipt_with_a_mask_is_replayed_byte_for_byte(client, photo):
     assert replay.explanation.receipt.to_json() == receipt.to_json()
 
 
-def test_mask_is_a_base64_field_in_json(server, client, photo):
+def test_mask_is_a_base64_field_in_json(tasks_served, client, photo):
     segment = {"className": {"label": "red"}, "mask": base64.b64encode(file_of(Image.fromarray(GREEN))).decode()}
     body = {"image": base64.b64encode(photo).decode(), "model": "colours", "targets": [{"segment": segment}]}
-    (explanation,) = post(server.http_port, EXPLAIN, body).json["explanations"]
+    (explanation,) = post(tasks_served.http_port, EXPLAIN, body).json["explanations"]
 
     assert explanation["score"] == pytest.approx(asked(client, photo, camserve.mask("red", GREEN))[0].score)
     assert explanation["resolvedTarget"] == {"segment": {"className": {"classIndex": 1}, "mask": ""}}

@@ -15,23 +15,15 @@ from camserve.v1 import explain_pb2, models_pb2
 from camserve_server import Explainer
 from camserve_server.api.oip.v2 import inference_pb2
 from http_calls import EXPLAIN, LIST, post
-from support import PHOTOS, serving
+from support import PHOTOS
 
-DETECTOR = "torchvision:ssdlite320_mobilenet_v3_large?weights=none&classes=3&size=128"
-NETS = (f"detector={DETECTOR}", "resnet=timm:test_resnet?weights=none&size=64")
 PHOTO = PHOTOS["coffee"]
 SCALES = ("backbone.features.0", "backbone.features.1", "backbone.extra.0")
 
 
 @pytest.fixture(scope="module")
-def served():
-    with serving(models=NETS, threads=1, http_address="0") as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with camserve.Client(served.address, retries=0, timeout=60) as client:
+def client(tasks_served):
+    with camserve.Client(tasks_served.address, retries=0, timeout=60) as client:
         yield client
 
 
@@ -50,11 +42,11 @@ def test_pyramid_is_the_default_of_a_detector(client, explanation):
     np.testing.assert_array_equal(named.heatmap, explanation.heatmap)
 
 
-def test_models_name_their_scales(client, served):
-    detector, resnet = client.models()
-    assert (detector.pyramid, resnet.pyramid) == (SCALES, ())
-    listed = json_format.Parse(post(served.http_port, LIST, {}).body, models_pb2.ListModelsResponse())
-    assert [tuple(model.pyramid) for model in listed.models] == [SCALES, ()]
+def test_models_name_their_scales(client, tasks_served):
+    listed = json_format.Parse(post(tasks_served.http_port, LIST, {}).body, models_pb2.ListModelsResponse())
+    for models in (client.models(), listed.models):
+        scales = {model.name: tuple(model.pyramid) for model in models}
+        assert (scales["detector"], scales["resnet"]) == (SCALES, ())
 
 
 def test_pyramid_is_the_sum_of_the_maps_of_its_layers(client, explanation):
@@ -68,25 +60,25 @@ def test_pyramid_is_the_sum_of_the_maps_of_its_layers(client, explanation):
     assert explanation.heatmap.sum(dtype=np.float64) == pytest.approx(total, rel=1e-4)
 
 
-def test_http_returns_the_same_map(served, explanation):
+def test_http_returns_the_same_map(tasks_served, explanation):
     message = {
         "image": base64.b64encode(PHOTO.read_bytes()).decode(),
         "layers": ["pyramid"],
         "rendering": {"heatmap": True},
     }
-    response = json_format.Parse(post(served.http_port, EXPLAIN, message).body, explain_pb2.ExplainResponse())
+    response = json_format.Parse(post(tasks_served.http_port, EXPLAIN, message).body, explain_pb2.ExplainResponse())
 
     (found,) = response.explanations
     assert (found.layer, found.fusion) == ("pyramid", explain_pb2.FUSION_SUM)
     assert found.heatmap.data == explanation.heatmap.astype("<f4").tobytes()
 
 
-def test_open_inference_returns_the_same_map(served, explanation):
+def test_open_inference_returns_the_same_map(tasks_served, explanation):
     request = inference_pb2.ModelInferRequest(model_name="detector")
     request.inputs.add(name="image", datatype="BYTES", shape=[1]).contents.bytes_contents.append(PHOTO.read_bytes())
     request.parameters["layer"].string_param = "pyramid"
     request.outputs.add(name="heatmap")
-    with grpc.insecure_channel(served.address) as channel:
+    with grpc.insecure_channel(tasks_served.address) as channel:
         method = "/inference.GRPCInferenceService/ModelInfer"
         decode = inference_pb2.ModelInferResponse.FromString
         response = channel.unary_unary(method, type(request).SerializeToString, decode)(request, timeout=60)
@@ -95,8 +87,8 @@ def test_open_inference_returns_the_same_map(served, explanation):
     assert response.raw_output_contents[0] == explanation.heatmap.astype("<f4").tobytes()
 
 
-def test_command_returns_the_same_map(served, explanation, tmp_path):
-    command = ["explain", PHOTO, "-o", tmp_path, "--layer", "pyramid", "--heatmaps", "--server", served.address]
+def test_command_returns_the_same_map(tasks_served, explanation, tmp_path):
+    command = ["explain", PHOTO, "-o", tmp_path, "--layer", "pyramid", "--heatmaps", "--server", tasks_served.address]
     done = CliRunner().invoke(cli.main, [str(word) for word in command])
 
     assert done.exit_code == 0, done.output
@@ -105,8 +97,8 @@ def test_command_returns_the_same_map(served, explanation, tmp_path):
 
 
 @pytest.mark.slow
-def test_explainer_returns_the_same_map(explanation):
-    with Explainer(DETECTOR, device="cpu", settings={"threads": 1}) as explainer:
+def test_explainer_returns_the_same_map(detector, explanation):
+    with Explainer(detector, device="cpu", settings={"threads": 1}) as explainer:
         (found,) = explainer.explain(PHOTO, layers="pyramid", overlay=None).explanations
 
     assert (found.layer, found.fusion) == ("pyramid", "sum")

@@ -8,27 +8,14 @@ from PIL import Image
 
 import camserve
 from coloured import painted
-from support import PHOTOS, serving
+from support import PHOTOS
 
-NETS = (
-    "colours=coloured:Colours?size=64&labels={labels}",
-    "finder=coloured:Finder?size=64&labels={labels}",
-    "pooled=coloured:Pooled?size=64&task=embed",
-    "lraspp=torchvision:lraspp_mobilenet_v3_large?weights=none&size=64",
-    "ssdlite=torchvision:ssdlite320_mobilenet_v3_large?weights=none&size=128",
-    "resnet=timm:test_resnet?weights=none&size=64",
-)
 PLACES = {"red": (20, 90, 48), "green": (80, 24, 40)}
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    labels = tmp_path_factory.mktemp("labels") / "colours.txt"
-    labels.write_text("background\nred\ngreen\n")
-    with (
-        serving(models=tuple(net.format(labels=labels) for net in NETS), threads=1) as served,
-        camserve.Client(served.address, retries=0, timeout=60) as client,
-    ):
+def client(tasks_served):
+    with camserve.Client(tasks_served.address, retries=0, timeout=60) as client:
         yield client
 
 
@@ -100,7 +87,7 @@ TARGETS = {
     "colours": [camserve.segment("red"), camserve.segment("green", (80, 20, 120, 60))],
     "finder": [camserve.detection("red"), camserve.detection("green", (30, 70, 80, 120))],
     "lraspp": None,
-    "ssdlite": None,
+    "detector": None,
     "resnet": [
         camserve.probability(3),
         camserve.finer(5),
@@ -226,7 +213,15 @@ def test_target_that_does_not_fit_model_or_photo_is_refused(client, photo, model
 
 
 def test_models_are_listed_with_their_task(client):
-    assert [model.task for model in client.models()] == ["segment", "detect", "embed", "segment", "detect", "classify"]
+    assert {model.name: model.task for model in client.models()} == {
+        "detector": "detect",
+        "colours": "segment",
+        "finder": "detect",
+        "pooled": "embed",
+        "proportional": "segment",
+        "lraspp": "segment",
+        "resnet": "classify",
+    }
 
 
 @pytest.mark.parametrize("rank", ["pca", "factors"])

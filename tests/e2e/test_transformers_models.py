@@ -15,8 +15,8 @@ pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
 from docs.generate import small_transformers
 
 DETECTORS = ("detr", "rt_detr", "yolos")
-SEGMENTERS = ("segformer", "mask2former")
-FAMILIES = (*DETECTORS, *SEGMENTERS)
+FAMILIES = ("rt_detr", "segformer", "mask2former")
+"""One of each kind of output, for metrics and inspections: they ask no family for more than its scores."""
 QUICK = ("rt_detr", "segformer")
 """A detector and a segmentation model, for tests whose code does not depend on the family."""
 
