@@ -22,6 +22,7 @@ from camserve_server.models.values import PYRAMID
 from camserve_server.targets.values import RankTarget
 from coloured import Colours, Finder
 from methods.tools import FACTOR, FLOOR, call, error_ratio, exact, explain, gap, inputs, noise, run
+from models.lazy_folders import marked_except
 from support import loaded
 
 CAMS = ("gradcam", "hirescam", "layercam", "gradcam_plus_plus")
@@ -32,7 +33,7 @@ def ssdlite():
     return loaded("torchvision:ssdlite320_mobilenet_v3_large?weights=none&size=128")
 
 
-@pytest.fixture(scope="module", params=["fpn", "pan", "mixed"])
+@pytest.fixture(scope="module", params=marked_except(pytest.mark.slow, ["mixed"], ["fpn", "pan", "mixed"]))
 def detector(request):
     """The toy detector with random weights and each neck."""
     torch.manual_seed(0)
