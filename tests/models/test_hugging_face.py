@@ -210,7 +210,7 @@ def maps_by_hand(net, layer, image):
 def test_every_method_explains_it_or_says_what_is_missing(kind, left_out, shared):
     model, refused = shared(kind), {}
     for name, method in METHODS.items():
-        if name in left_out or method.tasks and model.info.task not in method.tasks:
+        if name in left_out or (method.tasks and model.info.task not in method.tasks):
             continue  # refused with the request
         method_call = call(
             name, **{parameter.name: FEW[parameter.name] for parameter in method.parameters if parameter.name in FEW}

@@ -33,14 +33,14 @@ from transformers.models.detr.modeling_detr import DetrObjectDetectionOutput  # 
 from camserve_server.engine import Engine, normalise  # noqa: E402 -- after the check for transformers
 from camserve_server.models.huggingface import heads  # noqa: E402
 
-SIMILAR = ("table_transformer", "dab_detr", "lw_detr")
+SIMILAR = ("table_transformer", "conditional_detr", "dab_detr", "lw_detr", "rt_detr_v2", "d_fine")
 """Families of the same code as others here. The script of the table of architectures explains them."""
 FAMILIES = tuple(name for name in small_transformers.DETECTORS if name not in SIMILAR)
-FAST = ("detr", "rt_detr", "yolos")
-"""Families whose outputs and grids differ most: softmax or sigmoid, one scale or several, convolutions or tokens."""
+FAST = ("detr", "rf_detr", "yolos")
+"""Families whose outputs and grids differ most: softmax or sigmoid, convolutions, tokens or windows of them."""
 SERVED = ("detr", "yolos")
 """Those of the tests through a server."""
-DIFFERENT = ("detr", "deformable_detr", "rt_detr", "d_fine", "yolos")
+DIFFERENT = ("detr", "rt_detr", "yolos", "rf_detr")
 QUERIES = small_transformers.QUERIES
 
 
@@ -237,7 +237,7 @@ def png(pixels):
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("family", ["detr", "rt_detr"])
+@pytest.mark.parametrize("family", ["detr", "rf_detr"])
 def test_objects_with_one_box_and_class_keep_their_own_scores(family, loaded):
     """Queries are not suppressed, so two of them may find the same object."""
     model = loaded(family)
@@ -251,7 +251,7 @@ def test_objects_with_one_box_and_class_keep_their_own_scores(family, loaded):
 
 
 def test_object_is_followed_by_its_box_in_a_mirrored_copy(loaded):
-    model = loaded("rt_detr")
+    model = loaded("rf_detr")
     image = fitted(model, photo("chelsea"))
     target = explained(model, image).target
     mirrored = explained(model, image, target, views=(View(mirrored=True),))
