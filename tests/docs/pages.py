@@ -4,7 +4,8 @@ Sybil finds the blocks, and this module runs them:
 
 - `python` blocks of a page share their names. They may await.
 - `sh` blocks run in bash. What they export stays for the later blocks. A line that is nothing but a command of camserve
-  runs in a fork of a process that has torch imported, which saves seconds. `pip install` and `make` are not run.
+  runs in a fork of a process that has torch imported, which saves seconds. So does a block that is such a command with
+  `|| echo "exit code $?"`. `pip install` and `make` are not run.
 - `camserve-server serve` starts a server, which runs until the end of the page, or until the page starts another one on
   the same port. Pages without a server of their own use one with the default model.
 - A `text` block is the output of the block before it, in which "..." stands for anything.
@@ -55,6 +56,11 @@ SERVE = re.compile(r"^((?:\w+=\S* )*camserve-server serve\b(?:\\\n|[^\n])*)$", r
 COMMAND = re.compile(r"^(?:\w+=\S* )*camserve.*$", re.MULTILINE)
 SCRIPT = re.compile(r"[|&;<>$`*()\\]|^(?:cd|export|for|if|while) ", re.MULTILINE)
 """What makes a block a script for bash."""
+WITH_EXIT_CODE = re.compile(
+    r"""(?P<command>camserve(?:-server)?[ ](?:[^\n|&;<>$`*()\\]|\\\n)*) \|\| \s* echo[ ]"exit\ code\ \$\?"\s*""",
+    re.VERBOSE,
+)
+"""A script that needs no bash: a command of camserve that may fail."""
 
 
 class Servers:
@@ -156,6 +162,9 @@ class Reader:
         text = "\n".join(line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
         text = re.sub(r"^(?:pip install|make) .*$", "", text, flags=re.MULTILINE)
         text = self._servers.replaced(text)
+        if failing := WITH_EXIT_CODE.fullmatch(text):
+            self._run_and_show_exit_code(failing["command"])
+            return
         if SCRIPT.search(re.sub(r" #.*$", "", text, flags=re.MULTILINE)):
             self._run_bash(text)
             return
@@ -165,6 +174,11 @@ class Reader:
                 self._finish(fork_server.run(PROGRAMS[words[0]], *patient(words)[1:], cwd=self.folder), line)
             else:
                 self._run_bash(line)
+
+    def _run_and_show_exit_code(self, command):
+        words = shlex.split(command.replace("\\\n", " "))
+        process = fork_server.run(PROGRAMS[words[0]], *patient(words)[1:], cwd=self.folder)
+        self.output += process.stdout + (f"exit code {process.returncode}\n" if process.returncode else "")
 
     def _run_bash(self, script):
         with tempfile.NamedTemporaryFile("r") as environment:

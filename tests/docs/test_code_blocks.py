@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from docs.pages import PAGES, ROOT, Reader, Servers
+from docs.pages import PAGES, ROOT, Reader
+from server_process import server_process
 
 pytestmark = pytest.mark.slow
 REASONS = {
@@ -26,28 +27,24 @@ REASONS = {
 }
 """Why blocks are not run. The other reason is the file of the tests that run the block in another way."""
 
-
-ON_SMALL_IMAGES = {"docs/evaluation.md"}
+ON_SMALL_IMAGES = {"docs/command-line.md", "docs/evaluation.md"}
+"""Pages whose blocks explain a photo up to hundreds of times, and show no result."""
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     """Server with the default model; the value maps the documented ports to its ports."""
-    servers = Servers()
-    words = ["serve", "--http-address", "8080", "--metrics-address", "9464"]
-    servers.start(words, tmp_path_factory.mktemp("shared"))
-    yield servers.ports
-    servers.stop()
+    flags, folder = ("--http-address", "0", "--metrics-address", "0"), tmp_path_factory.mktemp("shared")
+    with server_process((), *flags, forked=True, cwd=folder) as server:
+        metrics_port = int(server.metrics_address.rpartition(":")[2])
+        yield {50051: server.port, 8080: server.http_port, 9464: metrics_port}
 
 
-@pytest.fixture
-def small(tmp_path):
-    """The same model for smaller images, for pages whose blocks explain one hundreds of times and show no result."""
-    servers = Servers()
-    words = ["serve", "--model", "efficientnet_lite0?size=64"]
-    servers.start(words, tmp_path)
-    yield servers.ports
-    servers.stop()
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The same model for smaller images; the value maps the documented port to its port."""
+    with server_process(("efficientnet_lite0?size=64",), forked=True, cwd=tmp_path_factory.mktemp("small")) as server:
+        yield {50051: server.port}
 
 
 @pytest.fixture

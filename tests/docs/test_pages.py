@@ -72,6 +72,10 @@ def test_blocks_share_names_and_outputs_are_compared(read):
         ("```sh\nfalse\n```\n", "exit code 1 of false"),
         ("```sh\nfalse | cat\n```\n", "exit code 1 of false | cat"),
         ("```sh\ncamserve --versions\n```\n", "no such option"),
+        (
+            '```sh\ncamserve --versions ||\n  echo "exit code $?"\n```\n\n```text\nexit code 1\n```\n',
+            "the output is:\nexit code 2",
+        ),
         ("```sh\ncamserve-server serve --model none --metrics-address 9464\n```\n", "none"),
         ('<!-- skip: next "r" -->\n\n```python\nif\n```\n', "invalid syntax"),
         ('<!-- skip: next "r" -->\n\n```sh\ncamserve explain a.jpg --colour jet\n```\n', "no option --colour"),
