@@ -3,12 +3,14 @@
 import dataclasses
 import math
 
+import numpy as np
 from google.protobuf import message_factory
 from google.protobuf.descriptor import FieldDescriptor as Kind
+from PIL import Image
 
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
 from camserve_server.api import oip
-from support import PHOTOS
+from support import PHOTOS, jpeg
 
 SERVICES = (
     explain_pb2.DESCRIPTOR.services_by_name["ExplainService"],
@@ -108,8 +110,9 @@ TEXTS = [entry for entry in ALL if entry.field.type == Kind.TYPE_STRING and not 
 LISTS = [entry for entry in ALL if entry.field.is_repeated]
 KNOWN = WHOLE | PARTED | FLAGS | {Kind.TYPE_STRING, Kind.TYPE_MESSAGE}
 
-PHOTO = PHOTOS["rocket"].read_bytes()
-BOX = explain_pb2.Box(left=200, top=100, right=300, bottom=200)
+with Image.open(PHOTOS["rocket"]) as rocket:
+    PHOTO = jpeg(np.asarray(rocket.resize((320, 214))))
+BOX = explain_pb2.Box(left=100, top=50, right=150, bottom=100)
 
 
 def name(index):

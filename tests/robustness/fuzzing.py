@@ -179,8 +179,8 @@ def main(count_images, count_messages, *faults):
         open_server() as served,
         grpc.insecure_channel(served.address) as channel,
     ):
-        list(send_images(channel, mutations.valid_images() * 4))
-        list(send_messages(channel, mutations.requests() * 3))
+        list(send_images(channel, mutations.valid_images() * 2))
+        list(send_messages(channel, mutations.requests()))
         summaries, cost = {}, {}
         with process_audit.measure_memory(cost):
             summaries["kept images"] = tally(send_images, channel, kept_images, ALLOWED)
@@ -191,7 +191,7 @@ def main(count_images, count_messages, *faults):
             with process_audit.measure_memory(fault_cost := {}):
                 decode_image = images.decode
                 plant(fault)
-                summaries[fault] = tally(send_images, channel, pictures[:150], ALLOWED)
+                summaries[fault] = tally(send_images, channel, pictures[:100], ALLOWED)
                 images.decode = decode_image
             summaries[fault] |= fault_cost
         summaries["after"] = tally(send_images, channel, [("tiny", mutations.photos()["png"])], {"OK"})

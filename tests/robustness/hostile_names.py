@@ -24,7 +24,7 @@ from camserve.v1 import (
     models_pb2 as mo,
 )
 from robustness import error_checks, fields, process_audit
-from support import PHOTOS, serving
+from support import serving
 
 NAMES = (
     "../../../etc/passwd",
@@ -44,11 +44,10 @@ NAMES = (
     "{0.__class__} %s $(id) `id` ${HOME}",
     "x" * 100_000,
 )
-PHOTO = PHOTOS["rocket"].read_bytes()
 
 
-def explain(**fields):
-    return ex.ExplainRequest(**{"image": PHOTO, **fields})
+def explain(**given):
+    return ex.ExplainRequest(**{"image": fields.PHOTO, **given})
 
 
 FIELDS = {
@@ -68,8 +67,11 @@ FIELDS = {
     ),
     "Explain label": ("Explain", lambda name: explain(targets=[ex.Target(label=name)])),
     "Explain colour map": ("Explain", lambda name: explain(rendering=ex.Rendering(colormap=name))),
-    "InspectLayers model": ("InspectLayers", lambda name: ex.InspectLayersRequest(model=name, image=PHOTO)),
-    "ExtractFeatures layer": ("ExtractFeatures", lambda name: ex.ExtractFeaturesRequest(layer=name, image=PHOTO)),
+    "InspectLayers model": ("InspectLayers", lambda name: ex.InspectLayersRequest(model=name, image=fields.PHOTO)),
+    "ExtractFeatures layer": (
+        "ExtractFeatures",
+        lambda name: ex.ExtractFeaturesRequest(layer=name, image=fields.PHOTO),
+    ),
     "GetModel name": ("GetModel", lambda name: mo.GetModelRequest(name=name)),
     "LoadModel name": ("LoadModel", lambda name: mo.LoadModelRequest(name=name)),
     "LoadModel weights": ("LoadModel", lambda name: mo.LoadModelRequest(name="tiny", weights=name)),

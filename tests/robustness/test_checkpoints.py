@@ -478,14 +478,14 @@ def test_broken_headers_are_refused_or_describe_every_byte(tmp_path):
     sound = safetensors.torch.save(nn.Linear(16, 16).state_dict())
     (length,) = struct.unpack_from("<Q", sound)
     refused = 0
-    for _ in range(1000):
+    for _ in range(500):
         path.write_bytes(flip_bit(sound, chance.randrange(8 + length), chance.randrange(8)))
         try:
             loaded_tensors = checkpoint.load(path, BUDGET)
             assert sum(tensor.nbytes for tensor in loaded_tensors.values()) == len(sound) - 8 - length
         except CorruptFileError:
             refused += 1
-    assert refused > 500
+    assert refused > 250
 
 
 def test_shared_storage_is_read_once(tmp_path):

@@ -253,15 +253,18 @@ def test_tables_have_exactly_the_numbers_and_lists_of_all_requests():
     assert len(NUMBERS) > 300
 
 
-def unexpected(cases, call):
-    """Return the cases with an unexpected outcome."""
-    bad = {}
+def each_unexpected(cases, call):
+    """Yield the cases with an unexpected outcome."""
     for entry, label, request, expected_error in cases:
         answer = call(entry.rpc, request)
         error = None if answer.code is None else (answer.code, answer.field)
         if error != expected_error or answer.wrong:
-            bad[f"{entry} {label}"] = (expected_error, answer)
-    return bad
+            yield f"{entry} {label}", (expected_error, answer)
+
+
+def unexpected(cases, call):
+    """Return the cases with an unexpected outcome."""
+    return dict(each_unexpected(cases, call))
 
 
 @functools.cache
@@ -376,8 +379,9 @@ def test_missing_check_is_detected(served, forgotten, monkeypatch):
     monkeypatch.setattr(f"camserve_server.api.codec.{forgotten}", lambda *_: None)
     # Other lengths than in the tests above: readers remember what they have accepted.
     lists = [too_long(entry, limit_of(entry) + 2) for entry in fields.LISTS]
+    cases = lists + cases_of_numbers()
 
-    assert unexpected(lists + cases_of_numbers(), lambda *call: read_outcome(served.pipeline.models, *call)) != {}
+    assert any(each_unexpected(cases, lambda *call: read_outcome(served.pipeline.models, *call)))
 
 
 def test_too_long_key_is_refused(channel):

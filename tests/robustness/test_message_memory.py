@@ -20,7 +20,7 @@ MODEL, TESTS = nets.TINY, Path(__file__).parents[1]
 FLAGS = ("--threads", "1", "--http-address", "0")
 MAX_GROWTH = 2 * deserialization.MESSAGE_MEMORY
 PHOTO = json.dumps({"image": "A" * (10 * MIB)}).encode()
-CALLERS = 16
+CALLERS = 8
 
 UNLIMITED = f"""
 from camserve_server.api import deserialization

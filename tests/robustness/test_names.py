@@ -2,15 +2,14 @@
 
 import pytest
 
-from robustness import process_audit
+from robustness import nets, process_audit
 
-TINY = "tiny=torchvision:squeezenet1_1?weights=none&size=64"
 REFUSALS = {"INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION"}
 
 
 @pytest.fixture(scope="module")
 def answers():
-    return process_audit.run_module("hostile_names", TINY)
+    return process_audit.run_module("hostile_names", nets.TINY)
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,7 @@ def test_table_has_every_list_of_the_protocol_but_tensor_numbers():
     assert {path[1][-1].full_name for path in LISTED} == {name for name in LISTS if name.startswith("open_inference.")}
 
 
-@pytest.mark.parametrize("count", [None, MANY])
+@pytest.mark.parametrize("count", [None, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_too_long_list_is_refused_before_any_work(channel, count, cost):
     """Lists are too long by one element and by thousands."""
     cases = [(path, too_many(path, count or getattr(LIMITS, LISTS[path[1][-1].full_name]) + 1)) for path in LISTED]
