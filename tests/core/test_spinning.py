@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -202,10 +201,14 @@ def test_system_without_counters_is_not_watched(monkeypatch, missing):
 
 # `GOMP_SPINCOUNT=infinite` below: a thread that spins does so until the next loop, and one that sleeps has stopped.
 SPINNING = """
+import os
 from pathlib import Path
 import torch
 from camserve_server.core import spinning
-from support import wait_until
+
+def wait_until(condition):  # to import `support` takes seconds
+    while not condition():
+        os.sched_yield()
 
 def times():
     stats = {task.name: task.joinpath("stat").read_text().rpartition(")")[2].split()
@@ -245,7 +248,7 @@ def test_threads_that_wait_sleep_beside_a_sleeping_team():
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     result = subprocess.run(
         [sys.executable, "-c", SPINNING],
-        env=environment | {"GOMP_SPINCOUNT": "infinite", "PYTHONPATH": str(Path(__file__).parents[1])},
+        env=environment | {"GOMP_SPINCOUNT": "infinite"},
         capture_output=True,
         text=True,
         check=False,

@@ -6,30 +6,31 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchvision.models import get_model
 
 from camserve_server import models
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.values import Row
 from camserve_server.models.hooks import capture_layers, hook_count
 from camserve_server.targets.values import ClassTarget
+from methods import narrow
 from methods.tools import FACTOR, FLOOR, Toy, call, error_ratio, gap, inputs, maps, noise, plain, run
 
 INDEX = 7
 KINK = 1e-5  # a gradient that jumps at a ReLU is off by more than this share of its largest value
 
-# The size of the image, the default layer, and three others: in-place modules, layers whose output torchvision's own
-# code changes in place, layers called twice, tokens, tuples, channels last.
+SIZE = 64
+
+# By architecture, of which `narrow` has a small model: the default layer, and three others: in-place modules, layers
+# whose output torchvision's own code changes in place, layers called several times, tokens, tuples, channels last.
 ZOO = {
-    "resnet18": (64, "layer4", ("relu", "layer1.0.relu", "layer2.0.bn1")),
-    "densenet121": (64, "features", ("features.relu0", "features.denseblock2.denselayer3.relu2", "features.norm5")),
-    "mobilenet_v3_small": (64, "features", ("features.0.2", "features.1.block.0.2", "features.4.block.0.1")),
-    "convnext_tiny": (64, "features", ("features.1.0.stochastic_depth", "features.5.3.block.3", "features.7.2.block")),
-    "swin_t": (64, "norm", ("features.1.0.stochastic_depth", "features.5.3.attn", "features.7.1.norm2")),
+    "resnet50": ("layer4", ("relu", "layer1.0.relu", "layer2.0.bn1")),
+    "densenet121": ("features", ("features.relu0", "features.denseblock2.denselayer3.relu2", "features.norm5")),
+    "mobilenet_v3_small": ("features", ("features.0.2", "features.1.block.0.2", "features.4.block.0.1")),
+    "convnext_tiny": ("features", ("features.1.0.stochastic_depth", "features.5.3.block.3", "features.7.2.block")),
+    "swin_t": ("norm", ("features.1.0.stochastic_depth", "features.5.3.attn", "features.7.1.norm2")),
     "vit_b_16": (
-        64,
-        "encoder.layers.encoder_layer_11.ln_1",
-        ("conv_proj", "encoder.layers.encoder_layer_3.self_attention", "encoder.layers.encoder_layer_10"),
+        "encoder.layers.encoder_layer_5.ln_1",
+        ("conv_proj", "encoder.layers.encoder_layer_3.self_attention", "encoder.layers.encoder_layer_4"),
     ),
 }
 
@@ -40,9 +41,8 @@ def oracle(arch, state, image, layers):
     Returns:
         By layer the activation and the gradient; and the gradient at the image.
     """
-    more = {"image_size": image.shape[-1]} if arch.startswith("vit") else {}
     with torch.device("meta"):
-        model = get_model(arch, weights=None, **more).eval()
+        model = getattr(narrow, arch)().eval()
     state = {name: each.to(image.dtype) if each.is_floating_point() else each for name, each in state.items()}
     model.load_state_dict(state, assign=True)
     model.requires_grad_(requires_grad=False)
@@ -65,14 +65,14 @@ def oracle(arch, state, image, layers):
     return {name: (kept[name].detach(), grad) for name, grad in zip(layers, gradients, strict=True)}, at_image
 
 
-def smooth(arch, model, size, layers):
+def smooth(arch, model, layers):
     """An image at which float32 and float64 are on the same side of every ReLU, and the oracle's results in both.
 
     Where rounding moves one value across zero the gradient jumps, whoever takes it. That it did not is seen in the
     gradient at the image, which needs no capture.
     """
     for seed in range(8):
-        picture = noise(seed, size)
+        picture = noise(seed, SIZE)
         image, state = inputs(model, picture), model.module.state_dict()
         (plain, here), (truth, there) = (oracle(arch, state, each, layers) for each in (image, image.double()))
         if gap(here, there) <= KINK:
@@ -100,19 +100,19 @@ def graph(node):
     return sorted(node.name() for node in seen)
 
 
-# The others take seconds. Fast tests of a small Swin's layers are in `models/test_architectures.py`.
-SLOW = tuple(name for name in ZOO if name != "resnet18")
+# Fast tests of a small Swin's layers are in `models/test_architectures.py`.
+SLOW = tuple(name for name in ZOO if name != "resnet50")
 
 
 @pytest.fixture(
     scope="module", params=[pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in ZOO]
 )
 def zoo(request):
-    size, default, others = ZOO[request.param]
-    model = models.load(models.parse(f"torchvision:{request.param}?weights=none&size={size}"))
+    default, others = ZOO[request.param]
+    model = models.load(models.parse(f"narrow=methods.narrow:{request.param}?size={SIZE}"))
     assert model.info.default_layer == default
     assert all(model.info.layers[name].layout for name in others)
-    return smooth(request.param, model, size, (default, *others))
+    return smooth(request.param, model, (default, *others))
 
 
 def error_ratios(zoo, captures):

@@ -21,7 +21,7 @@ INDEX = 1
 FIELDS = ("mean", "std", "minimum", "maximum", "zeros", "norm")
 
 ZOO = ("timm:test_resnet?weights=none&size=64", "timm:test_vit?weights=none&size=64")
-ZOO += (pytest.param("torchvision:densenet121?weights=none&size=64", marks=pytest.mark.slow),)
+ZOO += (pytest.param("narrow=methods.narrow:densenet121?size=64", marks=pytest.mark.slow),)
 
 
 def oracle(model, image, index):

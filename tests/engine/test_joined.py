@@ -23,8 +23,7 @@ from methods.tools import CAMS, call, error_ratio, exact, gap, noise, plain, run
 SIZE, MANY = 64, 10
 SPECS = (
     "timm:test_resnet?weights=none&size=64",
-    pytest.param("torchvision:mobilenet_v3_small?weights=none&size=64", marks=pytest.mark.slow),
-    pytest.param("timm:convnextv2_atto?weights=none&size=64", marks=pytest.mark.slow),
+    pytest.param("narrow=methods.narrow:mobilenet_v3_small?size=64", marks=pytest.mark.slow),
     "timm:test_convnext2?weights=none&size=64",
 )
 

@@ -10,7 +10,7 @@ from torchvision.models.mobilenetv3 import InvertedResidualConfig
 from torchvision.models.resnet import BasicBlock, Bottleneck
 from torchvision.models.vgg import cfgs, make_layers
 
-CLASSES = 20
+CLASSES = 50
 
 
 def resnet18():

@@ -57,17 +57,11 @@ class Peers:
         self.image, self.classes = image.to(next(module.parameters()).dtype), classes
 
 
-@pytest.fixture(scope="module", params=["efficientnet_lite0 on a photo", "resnet18 on noise"])
-def seen(request):
-    """Our raw maps by method; the same model for the peers, in float32 and in float64."""
-    if request.param.startswith("resnet18"):
-        model, layer = request.getfixturevalue("resnet"), "layer3"
-        images = [noise(seed, 64) for seed in range(4)]
-        classes = [3, 141, 592, 653]
-    else:
-        model = request.getfixturevalue("lite0")
-        layer, images = model.info.default_layer, list(request.getfixturevalue("photos").values())[:1]
-        classes = [result.target.index for result in run(model, [Row(i, RankTarget(0)) for i in images], kind="score")]
+@pytest.fixture(scope="module")
+def seen():
+    """Our raw maps of noise by method; the same model for the peers, in float32 and in float64."""
+    model, layer, classes = loaded("narrow=methods.narrow:resnet50?size=64"), "layer3", [3, 14, 15, 9]
+    images = [noise(seed, 64) for seed in range(4)]
     rows = [Row(i, ClassTarget(c), tuple(map(call, CAMS))) for i, c in zip(images, classes, strict=True)]
     results = [result.maps[0] for result in run(model, rows, [layer])]
     # The peers' own hooks and gradients go to a copy, which they may treat as they like.
@@ -91,7 +85,7 @@ def captured_by_hand(peers):
     return list(zip(kept[0].detach().numpy(), gradients.numpy(), strict=True))
 
 
-@pytest.mark.slow  # `test_parity.py` has these formulas and libraries, too
+@pytest.mark.slow  # `test_parity.py` has these formulas and libraries, too, for one image
 @pytest.mark.parametrize("method", PAPERS)
 def test_map_equals_the_papers_formula(seen, method):
     ours, peers = seen
@@ -263,11 +257,11 @@ def test_channel_whose_sum_is_zero_has_no_weight_in_xgradcam():
 
 
 @pytest.mark.parametrize("name", ["eigencam", "kpcacam"])
-def test_sign_of_a_principal_component_is_that_of_the_rising_score(lite0, photos, name):
-    photo = photos["chelsea"]
-    result = maps(lite0, photo, lite0.info.default_layer, RankTarget(0), ("gradcam", name))
+def test_sign_of_a_principal_component_is_that_of_the_rising_score(name):
+    model, image = loaded(SMALL), noise(0, 64)
+    result = maps(model, image, "layer3", RankTarget(0), ("gradcam", name))
     assert np.corrcoef(result["gradcam"].ravel(), result[name].ravel())[0, 1] >= 0
-    here, there = (maps(lite0, photo, lite0.info.default_layer, target, (name,))[name] for target in OPPOSITES)
+    here, there = (maps(model, image, "layer3", target, (name,))[name] for target in OPPOSITES)
     np.testing.assert_array_equal(here, -there)
 
 
@@ -308,8 +302,10 @@ def test_kpcacam_refuses_a_grid_that_is_too_fine():
         weigh("kpcacam", *torch.zeros(2, 1, 1, 32, 33))
 
 
-def test_fem_ignores_the_target_and_is_zero_if_nothing_stands_out(resnet):
-    first, second = (maps(resnet, noise(0, 64), "layer3", ClassTarget(index), ("fem",))["fem"] for index in (1, 2))
+def test_fem_ignores_the_target_and_is_zero_if_nothing_stands_out():
+    first, second = (
+        maps(loaded(SMALL), noise(0, 64), "layer3", ClassTarget(index), ("fem",))["fem"] for index in (1, 2)
+    )
     np.testing.assert_array_equal(first, second)
     assert not weigh("fem", *drawn(1, 8, 3, 4), k=10.0).any()
 
@@ -320,9 +316,10 @@ def found_on(model, image, asked, layer, target=ClassTarget(1)):  # noqa: B008 -
     return finding.heatmap
 
 
-def test_shapleycam_equals_gradcam_if_only_relus_follow(resnet):
-    shapley, plain = (found_on(resnet, noise(0, 64), name, "layer3") for name in ("shapleycam", "gradcam"))
-    assert error_ratio(shapley, plain, found_on(exact(resnet), noise(0, 64), "gradcam", "layer3")) <= 1
+def test_shapleycam_equals_gradcam_if_only_relus_follow():
+    model = loaded(SMALL)
+    shapley, plain = (found_on(model, noise(0, 64), name, "layer3") for name in ("shapleycam", "gradcam"))
+    assert error_ratio(shapley, plain, found_on(exact(model), noise(0, 64), "gradcam", "layer3")) <= 1
 
 
 def bent(model, name, image, index):
@@ -395,12 +392,8 @@ def test_smooth_grad_cam_plus_plus_weights_the_images_own_feature_maps(smooth):
         assert error_ratio(finding.heatmap, *expected) <= 1
 
 
-@pytest.mark.parametrize("name", ["small", pytest.param("embedded", marks=pytest.mark.slow)])
-def test_rows_of_a_mixed_batch_equal_rows_computed_alone(lite0, photos, name):
-    model, images, layers = {
-        "small": (loaded(SMALL), [noise(seed, 64) for seed in range(6)], ("layer4", "layer3")),
-        "embedded": (lite0, list(photos.values())[:3], (lite0.info.default_layer, "blocks.4.2")),
-    }[name]
+def test_rows_of_a_mixed_batch_equal_rows_computed_alone():
+    model, images, layers = loaded(SMALL), [noise(seed, 64) for seed in range(6)], ("layer4", "layer3")
     targets = [RankTarget(0), ClassTarget(285), ContrastTarget(281, 282), RankTarget(3)]
     choices = [("gradcam",), ("layercam", "gradcam"), ("hirescam",), CAMS, ("layercam",)]
     rows = [
@@ -435,10 +428,11 @@ def test_infinite_logit_of_a_class_does_not_affect_other_scores(plant):
     assert error_ratio(together[0].score, alone.score, truth.score) <= 1
 
 
-def test_raw_maps_are_signed_float32_on_the_layers_own_grid(lite0, photos):
-    rows = [Row(photos["chelsea"], RankTarget(0), tuple(map(call, CAMS)))]
-    (result,) = run(lite0, rows, ["blocks.4.2", "blocks.2.1"])
-    assert [[each.shape for each in layer] for layer in result.maps] == [[(14, 14)] * 3, [(28, 28)] * 3]
+def test_raw_maps_are_signed_float32_on_the_layers_own_grid():
+    model = loaded("timm:efficientnet_lite0?weights=none&size=64")
+    rows = [Row(noise(0, 64), RankTarget(0), tuple(map(call, CAMS)))]
+    (result,) = run(model, rows, ["blocks.4.2", "blocks.2.1"])
+    assert [[each.shape for each in layer] for layer in result.maps] == [[(4, 4)] * 3, [(8, 8)] * 3]
     assert all(each.dtype == np.float32 for layer in result.maps for each in layer)
     assert all(each.min() < 0 < each.max() for layer in result.maps for each in layer)
 
