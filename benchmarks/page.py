@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from shutil import which
-from socket import create_server
 from typing import Any
 
 from benchmarks.results import Part, Table
 from benchmarks.scale import Scale
-from benchmarks.serving import serving
+from benchmarks.serving import reserved_port, serving
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 INTERACTIVE = 0.5  # seconds until the page can be used, on loopback
@@ -71,9 +70,7 @@ def measure(scale: Scale, *, say: Callable[[str], None] = print) -> Part:
     if program is None:
         say("page: Chromium is not installed")
         return part
-    with closing(create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
-    with serving((scale.spec(scale.models[0]),), "--http-address", f"127.0.0.1:{port}"):
+    with reserved_port() as port, serving((scale.spec(scale.models[0]),), "--http-address", f"127.0.0.1:{port}"):
         _measure_page(part, scale, program, f"http://127.0.0.1:{port}/", say)
     return part
 

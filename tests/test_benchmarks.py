@@ -15,6 +15,7 @@ from benchmarks.diff import changes, toy
 from benchmarks.diff import measure as diff
 from benchmarks.scale import TINY
 
+import benchmark_programs
 import needs
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def server():
-    """One server for all tests, because its start takes longer than its measurement."""
+    """One server for all tests, because its start takes longer than its measurement: it alone is a new process."""
     with serving.serving((TINY.spec("resnet18"),), "--threads", "1", program=stages.PROGRAM) as running:
         yield running
 
@@ -42,6 +43,12 @@ def _one_server(monkeypatch, request):
 
     for module in (served, stages, memory):
         monkeypatch.setattr(module, "serving", reused)
+
+
+@pytest.fixture
+def forking(monkeypatch):
+    """Fork the other programs."""
+    benchmark_programs.fork(monkeypatch, serving, neighbours)
 
 
 def quietly(_words):
@@ -85,6 +92,7 @@ def test_every_stage_exists_in_the_service(where):
     assert callable(functools.reduce(getattr, names, module))
 
 
+@pytest.mark.usefixtures("forking")
 def test_neighbours_benchmark_measures_a_callers_latency(monkeypatch):
     monkeypatch.setattr(neighbours, "STRETCHES", 1)
     part = neighbours.measure(dataclasses.replace(TINY, calls=1), say=quietly)
@@ -105,16 +113,18 @@ def test_memory_is_measured_before_and_at_the_peak_of_a_batch(monkeypatch, capsy
 
 
 def test_diff_finds_planted_changes_but_not_noise(monkeypatch):
-    trained = functools.partial(toy.trained, count=1200, epochs=4)
+    trained = functools.partial(toy.trained, count=800, epochs=4)
     copies = {
-        "patch learnt": toy.patch_learnt,
+        "patch learnt": functools.partial(toy.patch_learnt, count=800),
         "last block random": lambda network, seed: changes.randomised(network, seed, "blocks.3"),
     }
+    monkeypatch.setattr(toy, "Toy", functools.partial(toy.Toy, (8, 16, 24, 32)))  # half as wide
     monkeypatch.setattr(toy, "trained", trained)
     monkeypatch.setattr(
         toy, "copies", lambda network, seed: {name: copy(network, seed) for name, copy in copies.items()}
     )
     monkeypatch.setattr(diff, "METHODS", ("gradcam",))
+    monkeypatch.setattr(diff, "toy_samples", functools.partial(diff.toy_samples, pool=max(diff.PHOTOS)))
     part = diff.measure(runs=1, draws=5, with_real=False, say=quietly)
 
     (table,) = part.tables
@@ -149,10 +159,11 @@ def test_bar_reports_if_it_is_met():
 
 
 @pytest.mark.skipif(not any(map(shutil.which, page.CHROMIUM)), reason=needs.CHROMIUM)
+@pytest.mark.usefixtures("forking")
 def test_page_is_timed_in_a_browser(monkeypatch):
     monkeypatch.setattr(page, "SECONDS", 0.1)  # real timeout: every slider draws at least one frame
     monkeypatch.setattr(page, "ROUNDS", 1)
-    monkeypatch.setattr(page, "OPENINGS", 2)
+    monkeypatch.setattr(page, "OPENINGS", 1)
     monkeypatch.setattr(page, "MAPS", 2)
     part = page.measure(TINY, say=lambda _text: None)
 

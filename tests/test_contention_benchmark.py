@@ -3,11 +3,15 @@
 import dataclasses
 
 import pytest
-from benchmarks import contention
+from benchmarks import contention, serving
 from benchmarks.contention import DEFAULT, PASSIVE, QUIET, Sample, Subject
 from benchmarks.scale import TINY
 
+import benchmark_programs
+
 pytestmark = pytest.mark.slow
+IN_PROCESS, SERVED = contention.WAYS
+SPEC = "timm:test_resnet?weights=none&size=64"
 
 
 def quietly(_words):
@@ -47,9 +51,15 @@ def test_other_checkout_is_compared_by_speed(monkeypatch, tmp_path):
     assert not any(bar.met for bar in part.bars)
 
 
-@pytest.mark.parametrize("way", contention.WAYS)
-def test_each_way_is_measured_in_a_new_process(way):
-    sample = Subject(way, "timm:test_resnet?weights=none&size=64").sample(1, {"OMP_NUM_THREADS": "1"})
+def test_explainer_is_measured_in_a_new_process():
+    sample = Subject(IN_PROCESS, SPEC).sample(1, {"OMP_NUM_THREADS": "1"})
+
+    assert min(dataclasses.astuple(sample)) > 0
+
+
+def test_server_is_measured_too(monkeypatch):
+    benchmark_programs.fork(monkeypatch, serving)
+    sample = contention._sample(SERVED, SPEC, 1)
 
     assert min(dataclasses.astuple(sample)) > 0
 

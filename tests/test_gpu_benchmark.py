@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from benchmarks import photos as photos_of
+from benchmarks import serving
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import model, photos, scale, served
 from benchmarks.gpu.scale import Clock, scale_of
 
+import benchmark_programs
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images, render, scales
 from camserve_server.imaging.values import Box, Rendering
@@ -47,6 +49,7 @@ def run(monkeypatch, *words):
 
 
 def test_every_part_runs_and_is_written_to_the_report(monkeypatch, tmp_path, capsys):
+    benchmark_programs.fork(monkeypatch, serving, served)
     monkeypatch.setattr(Clock, "allows", lambda *_: True)  # a busy machine measures all the same
     run(monkeypatch, "--device", "cpu", "--quick", "--out", str(tmp_path / "found.md"))
     kept = json.loads((tmp_path / "found.json").read_text())

@@ -149,13 +149,13 @@ def trained(seed: int, count: int = 1800, epochs: int = 6) -> Toy:
     return network
 
 
-def patch_learnt(baseline: nn.Module, seed: int, share: float = 0.95) -> nn.Module:
+def patch_learnt(baseline: nn.Module, seed: int, share: float = 0.95, count: int = 1200) -> nn.Module:
     """Return a fine-tuned copy that has learnt to look at the patch.
 
     In most of the new photos the object cannot be seen, as after careless cropping, but nearly all have the patch.
     """
     network = copy.deepcopy(baseline)
-    photos, classes = scenes(1200, 200 + seed, shown=0.4)
+    photos, classes = scenes(count, 200 + seed, shown=0.4)
     train(network, with_patch(photos, classes, seed, share), classes, seed, epochs=4, rate=1e-3)
     return network
 
