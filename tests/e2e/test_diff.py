@@ -51,7 +51,7 @@ def wide():
     torch.manual_seed(0)
     return nn.Sequential(*list(base())[:-1], nn.Linear(16, 6))
 """
-SIDE, COUNT = 32, 10
+SIDE, COUNT = 32, 10  # the fewest photos that diff compares
 OUTPUTS = ("index.html", "report.json", "junit.xml")
 
 
@@ -104,6 +104,7 @@ def test_same_weights_look_at_the_same(run):
     assert done.report["baseline"]["versions"].keys() >= {"camserve", "torch"}
 
 
+@pytest.mark.slow
 def test_change_that_moves_no_evidence_is_not_found(run):
     done = run(spec("base"), spec("rescaled"))
 
@@ -139,6 +140,7 @@ def test_models_with_other_classes_cannot_be_compared(run, tmp_path):
     assert not any((tmp_path / "out" / name).exists() for name in OUTPUTS)
 
 
+@pytest.mark.slow
 def test_network_with_flat_maps_cannot_be_calibrated(run):
     done = run(spec("flat"), spec("flat"))
 

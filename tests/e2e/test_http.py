@@ -199,6 +199,7 @@ def test_memory_of_the_server_does_not_grow_with_the_calls():
         assert growth(server, warm=25, calls=40) < MAX_GROWTH
 
 
+@pytest.mark.slow
 def test_server_that_keeps_what_it_receives_grows_with_the_calls():
     """Control of the check above."""
     flags = ("--threads", "1", "--http-address", "0")

@@ -194,7 +194,7 @@ class Callers:
     """Clients that explain photos until they are stopped, each request over a new connection."""
 
     def __init__(self, server, retries, pause=0.0):
-        self.outcomes, self._stop, self._pause = Counter(), threading.Event(), pause
+        self.outcomes, self.pause, self._stop = Counter(), pause, threading.Event()
         self._threads = [threading.Thread(target=self._work, args=(server, retries)) for _ in range(4)]
 
     def _work(self, server, retries):
@@ -207,7 +207,7 @@ class Callers:
                 ):
                     client.explain(PHOTO, overlay=None)
                 self.outcomes["OK"] += 1
-                time.sleep(self._pause)
+                time.sleep(self.pause)
             except camserve.CamserveError as error:
                 self.outcomes[type(error).__name__] += 1
                 time.sleep(0.02)  # real timeout: only a pause, so that the servers get the processor
@@ -234,8 +234,9 @@ def test_killed_process_is_replaced_under_load_with_the_models_of_the_other(serv
     assert versions(server) == {loaded.version} == {2}
 
     first, second = sorted(supervised(server))
-    with Callers(server, retries=10, pause=0.05) as callers:  # the new process needs the processor, too
+    with Callers(server, retries=10, pause=0.05) as callers:
         os.kill(first, signal.SIGKILL)
+        callers.pause = 0.3  # real timeout: only a pause, so that the new process gets the processor
         wait_until(lambda: len(server.logged("serving")) == 3)
         answered = callers.outcomes["OK"]
         wait_until(lambda: callers.outcomes["OK"] > answered + 20)

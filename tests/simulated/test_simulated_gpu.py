@@ -48,12 +48,15 @@ FEW = {"samples": 3, "steps": 3, "scales": 2, "top_channels": 4, "window": 0.5, 
 CLASSIFYING = [name for name in METHODS if not METHODS[name].tasks]
 """Methods of classifiers. The rows of drise are those of rise on the GPU; it reads their objects on the host."""
 COMPUTED = [name for name in CLASSIFYING if not isinstance(METHODS[name], Baseline)]
+SAME_ROWS = ("sscam", "iscam", "deconvnet", "guided_gradcam")
+"""Methods whose rows on the GPU are like those of scorecam, guided_backprop and gradcam."""
 
 
-def slow_if_fitted(names):
+def slow_if_fitted(names, others=()):
     """Mark the methods that fit a linear model on the host: their rows are those of rise, and Captum takes seconds."""
     return [
-        pytest.param(name, marks=pytest.mark.slow) if METHODS[name].needs == surrogate.NEEDS else name for name in names
+        pytest.param(name, marks=pytest.mark.slow) if METHODS[name].needs == surrogate.NEEDS or name in others else name
+        for name in names
     ]
 
 
@@ -107,7 +110,7 @@ def without_collector():
 # ----------------------------------------------------------------------------------------------- the answers of the CPU
 
 
-@pytest.mark.parametrize("name", slow_if_fitted(CLASSIFYING))
+@pytest.mark.parametrize("name", slow_if_fitted(CLASSIFYING, SAME_ROWS))
 def test_method_gives_the_maps_of_the_cpu(pair, name):
     cpu, gpu = pair(model_for(name))
 
@@ -259,7 +262,7 @@ def test_layer_inspection_equals_that_of_the_cpu(pair, kind):
 # ---------------------------------------------------------------------------------------------------------- host waits
 
 
-@pytest.mark.parametrize("name", slow_if_fitted(COMPUTED))
+@pytest.mark.parametrize("name", slow_if_fitted(COMPUTED, SAME_ROWS))
 def test_batch_of_many_rows_waits_no_more_often_than_one_of_few_and_leaves_nothing(pair, name):
     """The rows of one image, and of two, in one batch; of every kind of batch that the method has."""
     cpu, gpu = pair(model_for(name))
