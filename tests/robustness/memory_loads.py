@@ -225,7 +225,7 @@ LOADS = {
     "max_sensitivity of rise": lambda caller: caller.send(
         evaluating(explaining(method("rise", samples=16)), "max_sensitivity"), 4
     ),
-    "layers measured": lambda caller: caller.send(explain_pb2.InspectLayersRequest(image=PHOTO), 16),
+    "layers measured": lambda caller: caller.send(explain_pb2.InspectLayersRequest(image=PHOTO), 8),
     "channels": lambda caller: caller.send(extracting("blocks.1.0.conv_pw"), CALLS),
     "photos of 16 megapixels": lambda caller: caller.send(explaining(image=LARGEST), 4),
     "progressive photos of 16 megapixels": lambda caller: caller.send(explaining(image=PROGRESSIVE), 4),

@@ -532,7 +532,7 @@ def test_commands_load_unload_and_show_model_states(folder):
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("times", [2, pytest.param(100 if LONG else 10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [2, pytest.param(100 if LONG else 6, marks=pytest.mark.slow)])
 def test_concurrent_loads_and_explanations_return_only_documented_codes(folder, times):
     """Each of 8 threads has these turns: with CAMSERVE_LONG, 100."""
 

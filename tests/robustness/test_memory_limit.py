@@ -81,7 +81,7 @@ def explain(port, name, samples, count):
 @pytest.mark.parametrize(
     ("name", "samples", "count"),
     [
-        pytest.param("smoothgrad", 16, 16, marks=pytest.mark.slow),
+        pytest.param("smoothgrad", 16, 4, marks=pytest.mark.slow),
         pytest.param("rise", 2048, 1, marks=pytest.mark.search),
     ],
 )

@@ -66,11 +66,11 @@ def test_heavy_load_of_one_caller_takes_at_most_400_mib(measured, load):
 
 @pytest.mark.slow
 def test_server_without_batch_limits_takes_more_memory():
-    with server_process((), "--max-batch-mib", "4096", "--max-batch-rows", "64") as process:
+    with server_process((), "--max-batch-mib", "4096", "--max-batch-rows", "32", forked=True) as process:
         warm_up(process)
         meter = Meter(process.pid)
         meter.start()
         with Caller(process.address) as caller:
-            caller.send(explaining(memory_loads.method("saliency")), 64)
+            caller.send(explaining(memory_loads.method("saliency")), 32)
 
         assert meter.grown() > MAX_GROWTH
