@@ -298,7 +298,10 @@ def test_tests_end_if_the_program_that_runs_them_is_killed(any_project, monkeypa
     with start(root, "fast") as process:
         wait_until((root / "began").exists)
         process.kill()
-    (root / "gate").write_text("open")
+    if not (
+        root / "tests" / "fork_server.py"
+    ).exists():  # a fork is killed while it waits, others end before the next test
+        (root / "gate").write_text("open")
     wait_until(lambda: not is_running(int((root / "began").read_text())))
 
     assert not (root / "later").exists()

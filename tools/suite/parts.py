@@ -15,7 +15,7 @@ CHOICES = {"fast": "not slow and not search", "slow": "slow and not search", "al
 """Expressions that choose tests by their markers."""
 
 PART_SECONDS = 100  # of a part, if there are fewer than MOST_PARTS
-MOST_PARTS = 6  # the start of each takes 10 s of processor time: it imports torch and what the tests compare with
+MOST_PARTS = 8  # the start of each takes 4 s of processor time, most of it for what the tests compare with
 DEFAULT_SECONDS = 0.3  # of a file that is not listed in SECONDS
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
