@@ -47,8 +47,11 @@ compiler = torch.compile
 
 
 def trace(function, *, fullgraph, options):
-    """Compile a function without generating C++ code, which takes fifteen seconds: its graph runs torch's own code."""
-    kept = {"guard_filter_fn": options["guard_filter_fn"]}
+    """Compile a function without generating C++ code, which takes fifteen seconds: its graph runs torch's own code.
+
+    As `torch.compile` does, this removes the filter of guards from the options that it gets.
+    """
+    kept = {"guard_filter_fn": options.pop("guard_filter_fn")}
     return compiler(function, fullgraph=fullgraph, options=kept, backend="eager")
 
 

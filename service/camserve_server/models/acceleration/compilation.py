@@ -68,7 +68,8 @@ class CompiledModule:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.failure = name, ""
         self._module, self._plain, self._function = module, module.forward, _with_own_code(module.forward)
-        self._compiling: Callable[..., Any] = torch.compile(self._function, fullgraph=True, options=_OPTIONS)
+        options = dict(_OPTIONS)  # torch.compile removes the filter of guards from the dictionary that it gets
+        self._compiling: Callable[..., Any] = torch.compile(self._function, fullgraph=True, options=options)
         module.forward = self._compile_and_run
 
     def _compile_and_run(self, *args: Any, **kwargs: Any) -> Any:
