@@ -61,7 +61,7 @@ class Popen:
 
 
 class Forking:
-    """What benchmarks use of `subprocess`, with forked programs."""
+    """Names of `subprocess` that benchmarks use, with forked programs."""
 
     Popen, PIPE, TimeoutExpired = Popen, subprocess.PIPE, subprocess.TimeoutExpired
 
