@@ -51,7 +51,7 @@ class Settings:
         environment = os.environ | part.variables
         # Not every project has a fork server (tests/test_run_tests.py makes some); coverage.py measures no forks.
         if part.variables and not self.coverage and (tests := self.root / "tests" / "fork_server.py").exists():
-            return _module(tests).start(
+            return _imported(tests).start(
                 *(FORKED, *program),
                 cwd=self.root,
                 environment=environment,
@@ -72,9 +72,9 @@ class Settings:
 
 
 @functools.cache
-def _module(path: Path) -> Any:
+def _imported(path: Path) -> Any:
     sys.path.append(str(path.parent))
-    return importlib.import_module(path.stem)
+    return importlib.import_imported(path.stem)
 
 
 class Process:
