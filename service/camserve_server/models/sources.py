@@ -174,7 +174,8 @@ def search_current_folder(spec: ModelSpec) -> None:
 
 
 def _is_user_code(spec: ModelSpec) -> bool:
-    return spec.source not in ("embedded", *LIBRARIES, "hf", *plugins.find(plugins.SOURCES))
+    own = ("embedded", *LIBRARIES, "hf")  # first: finding plugins reads the files of every installed package
+    return spec.source not in own and spec.source not in plugins.find(plugins.SOURCES)
 
 
 def check(spec: ModelSpec) -> None:
