@@ -96,7 +96,7 @@ COVERAGE_PY = $(BIN)/python -m coverage
 test: setup node  ## run all tests except the slow ones; SEED=N shuffles
 	$(RUN_TESTS) fast
 
-test-slow: setup browser docs $(TRITON_VENV)/.done  ## run the slow tests: pages, packaging, compatibility, long searches
+test-slow: setup node browser docs $(TRITON_VENV)/.done  ## run the slow tests: pages, packaging, compatibility, long searches
 	$(RUN_TESTS) slow
 
 test-all: setup node browser docs $(TRITON_VENV)/.done  ## run all tests; COVERAGE=1 checks that they cover enough
