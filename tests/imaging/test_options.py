@@ -15,9 +15,9 @@ from camserve_server.imaging import marks, regions, render, scales
 from camserve_server.imaging.interpolation import interpolate
 from camserve_server.imaging.values import Box, RegionOptions, Rendering, Threshold
 
-PHOTO = data.chelsea()
+PHOTO = data.chelsea()[::2, ::2]
 HEIGHT, WIDTH = PHOTO.shape[:2]
-WHOLE, SEEN = Box(0, 0, WIDTH, HEIGHT), Box(93.96, 18.75, 357.04, 281.25)
+WHOLE, SEEN = Box(0, 0, WIDTH, HEIGHT), Box(46.98, 9.375, 178.52, 140.625)
 SIZE = (224, 224)
 MAP = np.random.default_rng(0).normal(size=(7, 7)).astype(np.float32)
 PIXELWISE = np.random.default_rng(1).normal(size=SIZE).astype(np.float32)
@@ -158,7 +158,7 @@ def test_fading_multiplies_the_opacity_by_the_intensity(sign, alpha):
 
 @pytest.mark.parametrize("count", [1, 3, 16])
 @pytest.mark.parametrize("sign", ["positive", "both"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_contour_lines_are_where_scikit_image_finds_them(sign, count, seed):
     raw = np.random.default_rng(seed).normal(size=(4, 5)).astype(np.float32)
     size = (300, 400)

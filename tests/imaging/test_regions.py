@@ -57,9 +57,9 @@ def raster(contour, size):
 
 SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(3)]
 
-THRESHOLDS = [("quantile", 0.0), ("quantile", 0.5), ("quantile", 0.8), ("quantile", 0.97), ("quantile", 1.0)] + [
-    ("mass", share) for share in (0.0, 0.3, 0.5, 0.9, 1.0)
-]
+FAST = (("quantile", 0.0), ("quantile", 0.8), ("quantile", 1.0), ("mass", 0.0), ("mass", 0.5), ("mass", 1.0))
+SLOW = (("quantile", 0.5), ("quantile", 0.97), ("mass", 0.3), ("mass", 0.9))
+THRESHOLDS = [*FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)]
 
 
 @pytest.mark.parametrize("threshold", THRESHOLDS, ids=lambda threshold: f"{threshold[0]} {threshold[1]}")

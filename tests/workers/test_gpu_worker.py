@@ -22,7 +22,7 @@ from camserve_server.models import parse
 from camserve_server.models.values import Pass
 from camserve_server.targets.values import RankTarget
 from camserve_server.telemetry import ServerSnapshot, prometheus
-from camserve_server.workers import InProcessWorker, Setup, Worker
+from camserve_server.workers import InProcessWorker, Setup, Worker, in_process
 from camserve_server.workers.messages import Response
 from camserve_server.workers.replies import deserialize, serialize
 from methods.tools import photo
@@ -361,6 +361,13 @@ def explain(client, image):
     return explanation.heatmap.tolist()
 
 
+@pytest.fixture
+def few_sizes(monkeypatch):
+    """Warm models up with the smallest batches alone: `test_warmup.py` tests all sizes, which take a second."""
+    warm_up = in_process.warm_up_all_sizes
+    monkeypatch.setattr(in_process, "warm_up_all_sizes", lambda run, name, info, _: warm_up(run, name, info, 1))
+
+
 @pytest.fixture(scope="module")
 def expected(tiny):
     """Heatmaps of a CPU. They are computed before `gpu` replaces the device."""
@@ -374,28 +381,31 @@ def check_all(heatmaps, expected, spec):
         check_same(np.array(heatmap), np.array(reference), spec)
 
 
+@pytest.mark.usefixtures("few_sizes")
 def test_server_runs_two_batches_at_once_and_answers_as_on_a_cpu(expected, gpu, tiny):
     with serving(models=(tiny,), device="cpu", max_batch_rows=1) as served, camserve.Client(served.address) as client:
         explain(client, IMAGES[0])
         gpu.meet = threading.Barrier(2)  # a single batch would wait forever
         with ThreadPoolExecutor(6) as pool:
-            heatmaps = list(pool.map(lambda image: explain(client, image), IMAGES * 3))
+            heatmaps = list(pool.map(lambda image: explain(client, image), IMAGES * 2))
         gpu.meet = None
 
-    check_all(heatmaps, expected * 3, tiny)
+    check_all(heatmaps, expected * 2, tiny)
 
 
+@pytest.mark.usefixtures("few_sizes")
 def test_server_answers_all_requests_with_memory_for_one_batch(expected, gpu, tiny):
     with serving(models=(tiny,), device="cpu") as served, camserve.Client(served.address) as client:
         gpu.room = 2 * IMAGE
         with ThreadPoolExecutor(12) as pool:
-            heatmaps = list(pool.map(lambda image: explain(client, image), IMAGES * 4))
+            heatmaps = list(pool.map(lambda image: explain(client, image), IMAGES * 2))
         stats = served.pipeline.batcher.stats
 
-    check_all(heatmaps, expected * 4, tiny)
+    check_all(heatmaps, expected * 2, tiny)
     assert stats.failed == 0
 
 
+@pytest.mark.usefixtures("few_sizes")
 @pytest.mark.parametrize(
     ("rows", "settings", "inputs"),
     [
@@ -417,6 +427,7 @@ def test_rows_of_a_batch_follow_from_free_memory_and_memory_of_a_row(gpu, tiny, 
     assert limit == inputs
 
 
+@pytest.mark.usefixtures("few_sizes")
 def test_rows_of_a_batch_change_as_models_are_loaded_and_unloaded(gpu, tiny):
     def inputs():
         capacity, key = served.pipeline.batcher._capacity, served.pipeline.models["tiny"].key
@@ -438,7 +449,7 @@ def test_rows_of_a_batch_change_as_models_are_loaded_and_unloaded(gpu, tiny):
     assert limits == [32, 24]
 
 
-@pytest.mark.usefixtures("gpu")
+@pytest.mark.usefixtures("gpu", "few_sizes")
 def test_metrics_have_the_gpu_memory_of_each_worker(tiny):
     with serving(models=(tiny,), device="cpu,cpu") as served:
         engines = served.pipeline.repository.engines
