@@ -60,13 +60,24 @@ class Popen:
         self.wait()
 
 
+def run(command, *, stdout, env, text, check):
+    """Run a program of Python to its end, as `subprocess.run` does."""
+    assert (stdout, text, check) == (subprocess.PIPE, True, True)
+    with Popen(command, stdin=subprocess.PIPE, stdout=stdout, env=env, text=text) as process:
+        process.stdin.close()
+        shown = process.stdout.read()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, shown)
+    return subprocess.CompletedProcess(command, process.returncode, shown)
+
+
 class Forking:
     """Names of `subprocess` that benchmarks use, with forked programs."""
 
-    Popen, PIPE, TimeoutExpired = Popen, subprocess.PIPE, subprocess.TimeoutExpired
+    Popen, PIPE, TimeoutExpired, run = Popen, subprocess.PIPE, subprocess.TimeoutExpired, staticmethod(run)
 
 
 def fork(patch, *modules):
-    """Let modules of the benchmarks fork the programs that they start with `Popen`."""
+    """Let modules of the benchmarks fork the programs that they start with `Popen` or `run`."""
     for module in modules:
         patch.setattr(module, "subprocess", Forking)

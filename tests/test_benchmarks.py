@@ -19,6 +19,7 @@ import benchmark_programs
 import needs
 
 pytestmark = pytest.mark.slow
+(MODEL,) = TINY.models
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,9 +32,11 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def server():
-    """One server for all tests, because its start takes longer than its measurement: it alone is a new process."""
-    with serving.serving((TINY.spec("resnet18"),), "--threads", "1", program=stages.PROGRAM) as running:
-        yield running
+    """One server for all tests, because its start takes longer than its measurement."""
+    with pytest.MonkeyPatch.context() as patch:
+        benchmark_programs.fork(patch, serving)
+        with serving.serving((TINY.spec(MODEL),), "--threads", "1", program=stages.PROGRAM) as running:
+            yield running
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +98,8 @@ def test_every_stage_exists_in_the_service(where):
 @pytest.mark.usefixtures("forking")
 def test_neighbours_benchmark_measures_a_callers_latency(monkeypatch):
     monkeypatch.setattr(neighbours, "STRETCHES", 1)
+    monkeypatch.setattr(neighbours, "MODEL", "small=timm:test_resnet?weights=none&size=64")
+    monkeypatch.setattr(neighbours, "FLOODS", {"stuck": ("20",), "silent": ("40",), "reset": ("50", "3600")})
     part = neighbours.measure(dataclasses.replace(TINY, calls=1), say=quietly)
 
     beside, refused = part.tables
@@ -109,21 +114,22 @@ def test_memory_is_measured_before_and_at_the_peak_of_a_batch(monkeypatch, capsy
     monkeypatch.setattr(memory, "in_a_process", here)
     part = memory.measure(TINY, say=quietly)
 
-    assert {"resnet18", "resnet18 float32"} == set(rows_of(part))
+    assert {MODEL, f"{MODEL} float32"} == set(rows_of(part))
 
 
 def test_diff_finds_planted_changes_but_not_noise(monkeypatch):
-    trained = functools.partial(toy.trained, count=800, epochs=4)
+    trained = functools.partial(toy.trained, count=200, epochs=4)
     copies = {
-        "patch learnt": functools.partial(toy.patch_learnt, count=800),
+        "patch learnt": functools.partial(toy.patch_learnt, count=200),
         "last block random": lambda network, seed: changes.randomised(network, seed, "blocks.3"),
     }
-    monkeypatch.setattr(toy, "Toy", functools.partial(toy.Toy, (8, 16, 24, 32)))  # half as wide
+    monkeypatch.setattr(toy, "Toy", functools.partial(toy.Toy, (4, 8, 16, 24)))
     monkeypatch.setattr(toy, "trained", trained)
     monkeypatch.setattr(
         toy, "copies", lambda network, seed: {name: copy(network, seed) for name, copy in copies.items()}
     )
     monkeypatch.setattr(diff, "METHODS", ("gradcam",))
+    monkeypatch.setattr(diff, "PHOTOS", (12, 25))
     monkeypatch.setattr(diff, "toy_samples", functools.partial(diff.toy_samples, pool=max(diff.PHOTOS)))
     part = diff.measure(runs=1, draws=5, with_real=False, say=quietly)
 
@@ -161,7 +167,7 @@ def test_bar_reports_if_it_is_met():
 @pytest.mark.skipif(not any(map(shutil.which, page.CHROMIUM)), reason=needs.CHROMIUM)
 @pytest.mark.usefixtures("forking")
 def test_page_is_timed_in_a_browser(monkeypatch):
-    monkeypatch.setattr(page, "SECONDS", 0.1)  # real timeout: every slider draws at least one frame
+    monkeypatch.setattr(page, "SECONDS", 0)  # every slider draws one frame
     monkeypatch.setattr(page, "ROUNDS", 1)
     monkeypatch.setattr(page, "OPENINGS", 1)
     monkeypatch.setattr(page, "MAPS", 2)
