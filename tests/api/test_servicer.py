@@ -524,9 +524,9 @@ async def test_stream_is_read_only_up_to_its_limit_of_requests_in_flight(serving
 
 async def test_stream_waits_for_room_in_the_queue_and_no_request_is_refused(serving):
     async with serving(max_queue_rows=2, stream_in_flight=16) as server:
-        replies = [reply async for reply in server.stream(item(f"r{k}") for k in range(50))]
+        replies = [reply async for reply in server.stream(item(f"r{k}") for k in range(24))]
 
-    assert {reply.request_id for reply in replies} == {f"r{k}" for k in range(50)}
+    assert {reply.request_id for reply in replies} == {f"r{k}" for k in range(24)}
     assert {reply.WhichOneof("outcome") for reply in replies} == {"response"}
     assert server.batcher.stats.refused == 0
 
@@ -545,7 +545,7 @@ async def test_cancelled_stream_frees_the_queue(serving):
 
 
 async def test_cancelled_streams_are_logged_as_cancelled_without_an_exception(server, logged):
-    for _ in range(8):
+    for _ in range(4):
         call = server.stream(item(f"r{k}") for k in range(50))
         await call.read()
         call.cancel()
@@ -553,7 +553,7 @@ async def test_cancelled_streams_are_logged_as_cancelled_without_an_exception(se
     def codes():
         return [entry["code"] for entry in logged() if entry["message"] == "ExplainStream"]
 
-    await wait_in_loop_until(lambda: len(codes()) == 8)
+    await wait_in_loop_until(lambda: len(codes()) == 4)
 
     assert [entry for entry in logged() if "exception" in entry] == []
     assert set(codes()) == {"CANCELLED"}
@@ -609,7 +609,7 @@ async def test_long_method_has_at_most_one_chunk_of_rows_in_the_queue(serving):
     async with serving(max_queue_rows=Limits().chunk + 1) as server:
         go = hold_after(2 * Limits().chunk + 1, server.batcher)
         server.batcher.pause()
-        long = asyncio.ensure_future(server.explain(request(methods=[smoothgrad(4 * Limits().chunk)])))
+        long = asyncio.ensure_future(server.explain(request(methods=[smoothgrad(3 * Limits().chunk)])))
         await wait_in_loop_until(lambda: server.batcher.admitted == Limits().chunk)
         short = asyncio.ensure_future(server.explain(request()))
         await wait_in_loop_until(lambda: server.batcher.admitted == Limits().chunk + 1)

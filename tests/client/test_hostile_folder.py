@@ -312,6 +312,7 @@ def test_huge_file_is_not_read(run: Any, photos: Any, tmp_path: Any, sent: Any, 
     assert sent == []
 
 
+@pytest.mark.slow
 def test_folders_may_be_nested_as_deep_as_paths_allow(run: Any, photos: Any, tmp_path: Any, sent: Any) -> None:
     deep = f"{photos}/{'d/' * 1100}"
     subprocess.run(["mkdir", "-p", deep], check=True)  # Python's makedirs would recurse too deep

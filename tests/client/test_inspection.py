@@ -209,7 +209,7 @@ def test_bars_of_norms_have_a_logarithmic_scale(inspection: Any) -> None:
     assert lengths[0] < lengths[1]
 
 
-@pytest.mark.parametrize("count", [1, 50, 400, 5000])
+@pytest.mark.parametrize("count", [1, 50, 400, pytest.param(5000, marks=pytest.mark.slow)])
 def test_height_of_a_plot_is_limited(inspection: Any, count: int) -> None:
     image = replace(inspection, layers=inspection.layers[:1] * count).plot()
 

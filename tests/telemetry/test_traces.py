@@ -224,7 +224,7 @@ def test_span_is_an_error_if_the_server_is_at_fault_and_has_the_reason(start):
 
 def test_long_request_has_100_spans_and_counts_the_dropped_ones(start):
     with start(max_batch_rows=1) as (served, spans), camserve.Client(served.address) as client:
-        client.explain(PHOTO, methods=("smoothgrad", {"samples": 128}))
+        client.explain(PHOTO, methods=("smoothgrad", {"samples": 100}))
 
     (request,) = named(spans, EXPLAIN)
     stages = children(spans, request)

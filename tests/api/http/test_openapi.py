@@ -3,7 +3,6 @@
 import json
 
 import jsonschema
-import openapi_spec_validator
 import pytest
 
 from api.http.test_calls import REQUESTS, WRONG
@@ -21,7 +20,10 @@ def conforms(document, reference, value):
     jsonschema.Draft202012Validator(schema).validate(value)
 
 
+@pytest.mark.slow
 def test_document_is_valid(document):
+    import openapi_spec_validator  # noqa: PLC0415 -- it takes a second
+
     openapi_spec_validator.validate(document)
 
 

@@ -22,7 +22,7 @@ COUNT, HELD = 12, 5  # photos; the server answers this number at first
 # A program that hangs ends by itself, and prints where it waited.
 PROGRAM = (
     "import faulthandler, signal; faulthandler.dump_traceback_later(300, exit=True);"
-    "signal.signal(signal.SIGINT, signal.default_int_handler); from camserve.diff import rule; rule._RESAMPLES = 100;"
+    "signal.signal(signal.SIGINT, signal.default_int_handler); from camserve.diff import rule; rule._RESAMPLES = 20;"
     "from camserve.cli import main; main()"
 )
 
@@ -81,7 +81,7 @@ def interrupt(command: Command, photos: Path, number: int) -> tuple[str, ...]:
     return command.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_interrupted_diff_goes_on_and_reports_the_same(
     start: Any, server: Any, looks: Looks, tmp_path: Path, number: int
 ) -> None:
@@ -115,6 +115,7 @@ def test_interrupted_diff_goes_on_and_reports_the_same(
     assert not list(out.rglob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_killed_accept_keeps_the_baseline_and_goes_on(start: Any, looks: Looks, tmp_path: Path) -> None:
     base = tmp_path / "base"
     command = ("--sample", "4", "--accept", "--baseline", base, "--candidate")

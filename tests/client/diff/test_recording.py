@@ -157,7 +157,7 @@ def test_compacted_recording_has_the_last_line_of_each_photo(folder: Path) -> No
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_recording_cut_off_anywhere_goes_on(cut: int) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = record(Path(temporary) / "base", *NAMES).folder
@@ -395,7 +395,7 @@ def test_file_that_is_no_json_is_refused(folder: Path, name: str, content: bytes
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_json_in_a_line_makes_a_traceback(data: st.DataObject) -> None:
     content = json.loads(lines.encode("a.jpg", result_of(MAP)))
     place = data.draw(st.sampled_from(sorted(_paths(content))))
