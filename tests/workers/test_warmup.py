@@ -18,8 +18,9 @@ from camserve_server.models.values import Pass
 from camserve_server.serving.pool_sizing import CPU_BATCH
 from camserve_server.serving.worker_pool import WorkerPool
 from camserve_server.targets import anything
-from camserve_server.workers import InProcessWorker, Setup, Worker, in_process
+from camserve_server.workers import InProcessWorker, Setup, Worker, fork_server, in_process
 from fake_gpu import fake_gpu
+from robustness.forking import running_fork_server
 
 KINDS = ("cam", "saliency", "score")
 IMAGE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
@@ -142,7 +143,6 @@ async def test_workers_know_the_size_of_the_largest_batch(setting, rows):
 
 FAKE = """
 from camserve_server.core import devices
-from camserve_server.methods import Cam, cams
 from camserve_server.models.acceleration import onednn
 
 
@@ -153,8 +153,8 @@ class Fake(devices.Device):
 devices.KINDS["cpu"] = Fake
 devices.device_for.cache_clear()
 onednn.is_supported = lambda *_: False
-planted = Cam(cams.gradcam, "the tests")
 """
+"""Program that replaces the CPU by a fake GPU."""
 NETS = """
 import threading
 from pathlib import Path
@@ -193,22 +193,19 @@ def broken():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Folder with models, and with a plugin that adds a fake GPU."""
+    """Folder with models."""
     place = tmp_path_factory.mktemp("gpu")
-    about = place / "fake-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fake\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[camserve.methods]\nplanted = fake_device:planted\n")
-    (place / "fake_device.py").write_text(FAKE)
     (place / "thread_nets.py").write_text(NETS)
     return place
 
 
 @pytest.fixture(scope="module")
 def worker(folder):
-    process = Worker(Setup("cpu", 1, path=(str(folder), *sys.path), log_level="error", max_rows=4))
-    yield process
-    process.close()
+    with running_fork_server(FAKE) as forks, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "_fork_servers", [forks])
+        process = Worker(Setup("cpu", 1, path=(str(folder), *sys.path), log_level="error", max_rows=4))
+        yield process
+        process.close()
 
 
 @pytest.fixture
