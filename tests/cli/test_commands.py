@@ -106,9 +106,13 @@ def installed(*arguments, **options):
     return subprocess.Popen([PROGRAM, *arguments], **options)
 
 
+# A shell that starts a program in the background makes it ignore Ctrl-C, and its children do too.
+HEEDING = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {fork_server.SERVER}"
+
+
 def forked(*arguments, **options):
     """Start the command in a process that has already imported torch."""
-    return fork_server.start(fork_server.SERVER, *arguments, **options)
+    return fork_server.start(HEEDING, *arguments, **options)
 
 
 class Served:
