@@ -20,7 +20,7 @@ from camserve_server.imaging import images, render, scales
 from camserve_server.imaging.values import Box, Rendering
 
 pytestmark = pytest.mark.slow
-NAME = "mobilenet_v3_small"
+NAME = "squeezenet1_1"
 SHARES = {"event loop": 0.2, "engine's CPU": 0.4, "engine's time": 0.9, "image threads": 0.3, "GPU": 0.6, "cores": 0.5}
 
 

@@ -5,7 +5,7 @@ import pytest
 from compatibility import servers, tape
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def address():
     """Address of a server of this tree."""
     with servers.serving() as address:
