@@ -6,8 +6,6 @@ import hashlib
 import importlib
 import inspect
 import json
-import subprocess
-import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +15,12 @@ import numpy as np
 from google.protobuf import descriptor_pb2
 
 import camserve
+import fork_server
 from camserve_server.core import config
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("camserve.cli", "camserve_server.cli")
+COMMANDS = "import runpy; runpy.run_module('compatibility.commands', run_name='__main__')"
 
 
 def value(result):
@@ -161,13 +161,12 @@ def _imported(subject):
 
 def commands():
     """Return the commands of both programs, each from a process that starts like its console script."""
-    return {name: json.loads(_run("-m", "compatibility.commands", name)) for name in PROGRAMS}
+    return {name: json.loads(_run(COMMANDS, name)) for name in PROGRAMS}
 
 
-def _run(*arguments):
-    result = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=ROOT / "tests"
-    )
+def _run(program, *arguments):
+    result = fork_server.run(program, *arguments, cwd=ROOT / "tests")
+    assert result.returncode == 0, result.stderr
     return result.stdout
 
 
@@ -212,7 +211,7 @@ def _type(subject):
 
 def settings():
     """Return the JSON schema of the settings file without its descriptions."""
-    schema = json.loads(_run("-c", "from camserve_server.cli import main; main()", "check-config", "--schema"))
+    schema = json.loads(_run(fork_server.SERVER, "check-config", "--schema"))
     bare = {name: _without_words(each) for name, each in schema["properties"].items()}
     return {"settings": bare, "required": schema.get("required", []), "unknown": schema["additionalProperties"]}
 
