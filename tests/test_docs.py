@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PLUGIN = ROOT / "examples" / "plugin"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
+SMALL = "small=timm:test_resnet?weights=none&size=64"
 
 
 def page(name):

@@ -197,7 +197,7 @@ def test_32_concurrent_requests_are_answered_as_if_alone(served, client):
             assert np.abs(first.heatmap - second.heatmap).max() <= 1e-5 * np.abs(first.heatmap).max()
 
 
-@pytest.mark.parametrize("requests", [60, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("requests", [60, pytest.param(150, marks=pytest.mark.slow)])
 def test_responses_of_many_requests_are_not_swapped(client, requests):
     """Score and map of each response must be those of its picture and class."""
     distinct = requests // 10

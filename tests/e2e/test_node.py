@@ -69,6 +69,7 @@ def test_unreadable_photo_does_not_affect_others(node, tmp_path):
     assert pictures == {str(PHOTOS[name]): str(tmp_path / "out" / f"{name}.edges.jpg") for name in ("coffee", "rocket")}
 
 
+@pytest.mark.slow
 def test_photos_with_the_same_name_get_different_pictures(node, tmp_path):
     photos = ["a/1.jpg", "b/1.jpg", "c/1-2.jpg", "d/1.JPG"]
     for path, name in zip(photos, ["coffee", "rocket", "chelsea", "coffee"], strict=True):
