@@ -7,7 +7,8 @@ Sybil finds the blocks, and this module runs them:
   runs in a fork of a process that has torch imported, which saves seconds. So does a block that is such a command with
   `|| echo "exit code $?"`. `pip install` and `make` are not run.
 - `camserve-server serve` starts a server, which runs until the end of the page, or until the page starts another one on
-  the same port. Pages without a server of their own use one with the default model.
+  the same port. Pages without a server of their own use one with the default model, which also serves HTTP and metrics:
+  if a page starts such a server, it is this one.
 - A `text` block is the output of the block before it, in which "..." stands for anything.
 - `<!-- skip: next "reason" -->`: the next block is not run. Python is compiled, and commands of camserve are parsed.
 - `<!-- invisible-code-block: python` prepares what readers already have.
@@ -44,6 +45,11 @@ ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *(path for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts)]
 
 PROGRAMS = {"camserve": "from camserve.cli import main; main()", "camserve-server": fork_server.SERVER}
+FORKS_WORKERS = """
+from camserve_server.workers import fork_server
+fork_server.open_fork_server()
+"""
+"""The start of a program whose worker process is a fork, and need not import torch."""
 GROUPS = {"camserve": camserve.cli.main, "camserve-server": commands.program}
 OUTPUT_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -83,6 +89,11 @@ class Servers:
         for kind, port in named.items():
             self.ports[port] = getattr(server, addresses[kind]).rpartition(":")[2]
 
+    def shared(self, words):
+        """Return true if a running server has these words: one of the default model, at most with more ports."""
+        ports = dict(zip(words[1::2], words[2::2], strict=False))
+        return ports.keys() <= {"--http-address", "--metrics-address"} and {*map(int, ports.values())} <= {*self.ports}
+
     def replaced(self, text):
         """Return a text of a page with the ports of these servers."""
         return PORT.sub(lambda found: found["before"] + str(self.ports.get(int(found["port"]), found["port"])), text)
@@ -95,15 +106,25 @@ class Servers:
 class Reader:
     """Reader of a page, who runs its blocks in a folder.
 
+    Args:
+        folder: the folder.
+        environment: sets the variables of the environment, as pytest's `monkeypatch` does.
+        ports: the ports of running servers, by those that pages name.
+        later: a text of the page, and the ports that replace these in the blocks after it; None for none.
+
     Attributes:
         output: standard output of the last block.
         skipped: reasons of the blocks that were not run.
     """
 
-    def __init__(self, folder, environment, ports):
+    def __init__(self, folder, environment, ports, later=None):
         self.folder, self._environment, self.output, self.skipped = folder, environment, "", []
-        self._servers = Servers()
+        self._servers, self._later = Servers(), later
+        self._use(ports)
+
+    def _use(self, ports):
         self._servers.ports |= ports
+        self._environment.setenv("CAMSERVE_SERVER", self._servers.replaced("localhost:50051"))
 
     def read(self, path):
         """Run the blocks of a page in order.
@@ -119,6 +140,9 @@ class Reader:
             document.namespace |= {"__name__": "__main__", "stack": stack}
             stack.callback(close_all, document.namespace)
             for example in document:
+                if self._later and self._later[0] in document.text[: example.start]:
+                    self._use(self._later[1])
+                    self._later = None
                 self._run_example(example)
 
     def _run_example(self, example):
@@ -153,10 +177,10 @@ class Reader:
         words = shlex.split(command.replace("\\\n", " "), comments=True)
         assignments = list(assignments_of(words))
         words = words[len(assignments) + 1 :]
-        if assignments or words[1:]:  # the plain command is the shared server's
+        if assignments or not self._servers.shared(words):
             with temporary(assignments):
                 self._servers.start(words, self.folder)
-            self._environment.setenv("CAMSERVE_SERVER", self._servers.replaced("localhost:50051"))
+            self._use({})
 
     def _run_commands(self, text):
         text = "\n".join(line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
@@ -171,7 +195,8 @@ class Reader:
         for line in filter(None, text.splitlines()):
             words = shlex.split(line, comments=True)
             if words[0] in PROGRAMS:
-                self._finish(fork_server.run(PROGRAMS[words[0]], *patient(words)[1:], cwd=self.folder), line)
+                program = FORKS_WORKERS * ("--resume" in words) + PROGRAMS[words[0]]
+                self._finish(fork_server.run(program, *patient(words)[1:], cwd=self.folder), line)
             else:
                 self._run_bash(line)
 

@@ -41,4 +41,4 @@ def installed(folder):
 def serve_example(stack):
     """Install the plugin in the working folder, and make a server that has it the default one of the client."""
     stack.enter_context(installed(Path("installed")))
-    os.environ["CAMSERVE_SERVER"] = stack.enter_context(running("efficientnet_lite0"))
+    os.environ["CAMSERVE_SERVER"] = stack.enter_context(running("efficientnet_lite0?size=64"))

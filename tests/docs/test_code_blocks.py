@@ -27,8 +27,13 @@ REASONS = {
 }
 """Why blocks are not run. The other reason is the file of the tests that run the block in another way."""
 
-ON_SMALL_IMAGES = {"docs/command-line.md", "docs/evaluation.md"}
-"""Pages whose blocks explain a photo up to hundreds of times, and show no result."""
+ON_SMALL_IMAGES = {
+    "README.md": "The same from the command line",
+    "docs/command-line.md": "",
+    "docs/evaluation.md": "",
+    "docs/inspection.md": "",
+}
+"""Pages whose blocks explain a photo up to hundreds of times, and show no result after this text."""
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +59,9 @@ def reader(request, shared, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
-    ports = shared | (request.getfixturevalue("small") if request.node.callspec.id in ON_SMALL_IMAGES else {})
-    monkeypatch.setenv("CAMSERVE_SERVER", f"127.0.0.1:{ports[50051]}")
-    return Reader(tmp_path, monkeypatch, ports)
+    page = request.node.callspec.id
+    later = (ON_SMALL_IMAGES[page], request.getfixturevalue("small")) if page in ON_SMALL_IMAGES else None
+    return Reader(tmp_path, monkeypatch, shared, later)
 
 
 def named(path):
