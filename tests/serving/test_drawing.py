@@ -189,11 +189,11 @@ def loads():
     """Return options with maps and sizes of the photo.
 
     Noise is hard for pictures and regions, dots for regions; those and a photo smaller than the input are for the fast
-    tests.
+    tests, if no other options there draw the same and more.
     """
     for options, kind, size in itertools.product(LOADS, WORST, (LARGE, TALL, LITTLE)):
-        hard = [("noise", LARGE)]
-        hard += [("dots", TALL)] if "overlay" not in options else []
+        hard = [("noise", LARGE)] if options is not LOADS[0] else []
+        hard += [("dots", TALL)] if options is LOADS[5] else []
         hard += [("noise", LITTLE)] if options is LOADS[-1] else []
         fast = (kind, size) in hard
         if fast or size == LARGE or kind == "noise" or (kind, size) == ("dots", TALL):
