@@ -1,11 +1,12 @@
 """Write the pictures of the tutorials, by running their Python blocks as a reader does. Called by `make pictures`.
 
-A page is run in an empty folder, up to the first server that it starts. Each picture of docs/images/tutorials that the
-page shows is a file of the same name that its code has saved.
+A page is run in a folder with `cat.jpg`, up to the first server that it starts. Each picture of docs/images/tutorials
+that the page shows is a file of the same name that its code has saved.
 """
 
 import os
 import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -28,6 +29,7 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
+            shutil.copy(PICTURES.parent / "cat.jpg", folder)
             sys.path.insert(0, folder)
             run(page)
             for name in names:

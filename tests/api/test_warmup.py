@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from camserve_server import jobs
+from camserve_server import jobs, running
 from camserve_server.api import codec, warmup
 from camserve_server.models.values import UnavailableModel
 from camserve_server.serving import receipts
@@ -44,6 +44,14 @@ async def test_server_is_warm_before_the_first_request(serving, replies):
     async with serving():
         assert len(replies) == 1
         assert receipts._versions.cache_info().currsize == 1
+
+
+@pytest.mark.parametrize("channels", [1, 3, 12])
+async def test_photo_of_the_warm_up_has_the_channels_of_the_model(channels, replies, caplog):
+    spec = f"any=timm:test_resnet?weights=none&size=32&channels={channels}&mean=0.4&std=0.25"
+    with running(spec, log_level="warning"):
+        assert [size for size, _ in replies] == [warmup.SIDES]
+        assert "warm-up" not in caplog.text
 
 
 async def test_failing_warm_up_is_logged_and_the_server_starts(serving, monkeypatch, caplog):

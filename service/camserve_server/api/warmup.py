@@ -4,6 +4,7 @@ Workers run the first batches of a model while it is loaded. In this process, th
 caches, looks up the versions for receipts and initialises the JPEG codec: 25 ms of processor time, and 11 ms later on.
 """
 
+import io
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -16,6 +17,7 @@ import numpy as np
 from camserve.v1 import explain_pb2
 from camserve_server.api import codec
 from camserve_server.engine.values import Row, RowResult
+from camserve_server.imaging.channels import RGB
 from camserve_server.imaging.opencv import cv2
 from camserve_server.models.values import ModelInfo, Pass
 from camserve_server.targets.values import ClassTarget
@@ -42,13 +44,22 @@ async def warm_up(pipeline: "Pipeline") -> None:
 
 
 async def _explain(pipeline: "Pipeline", model: ModelInfo) -> None:
-    _, jpeg = cv2.imencode(".jpg", np.full((*SIDES, 3), 128, np.uint8))
     rendering = explain_pb2.Rendering(overlay=explain_pb2.IMAGE_FORMAT_JPEG, heatmap=True)
-    message = explain_pb2.ExplainRequest(model=model.name, image=jpeg.tobytes(), rendering=rendering)
+    message = explain_pb2.ExplainRequest(model=model.name, image=_grey_photo(model.channels), rendering=rendering)
     request = codec.read_explanation(message, pipeline.models, pipeline.limits)
     with ExitStack() as until_sent:
         reply = await pipeline.explain(request, until_sent, encode=partial(codec.explain_response, request))
         reply.SerializeToString()
+
+
+def _grey_photo(channels: int) -> bytes:
+    """Return a photo as a file: a JPEG, which is what most callers send, if it can have these channels."""
+    photo = np.full((*SIDES, channels), 128, np.uint8)
+    if channels == RGB:
+        return cv2.imencode(".jpg", photo)[1].tobytes()
+    file = io.BytesIO()
+    np.save(file, photo)
+    return file.getvalue()
 
 
 class _Answers:
