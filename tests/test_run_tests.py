@@ -177,6 +177,17 @@ def start(root, *arguments, program="run_tests"):
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def wait_for_start(process, file):
+    """Wait until a test of a program has written a file.
+
+    Raises:
+        ChildProcessError: the program ended before.
+    """
+    wait_until(lambda: file.exists() or process.poll() is not None)
+    if not file.exists():
+        raise ChildProcessError(process.communicate()[0])
+
+
 def run(root, *arguments, program="run_tests"):
     """Run a program to its end; return its exit code and what it printed."""
     with start(root, *arguments, program=program) as process:
@@ -212,7 +223,8 @@ def test_report_ends_with_the_failures_and_the_counts(project):
 
 
 @pytest.mark.parametrize(
-    ("choice", "count"), [("fast", 1), ("slow", 1), pytest.param("all", 2, marks=pytest.mark.slow)]
+    ("choice", "count"),
+    [("fast", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("slow", 1), ("all", 2)))],
 )
 def test_choice_of_tests_follows_the_marker(choice, count, project):
     source = "import pytest\n\ndef test_a(): pass\n\n@pytest.mark.slow\ndef test_b(): pass\n"
@@ -259,6 +271,7 @@ def test_ended_pytest_process_fails_and_leaves_no_process(any_project):
     wait_until(lambda: not is_running(int((root / "left").read_text())))
 
 
+@pytest.mark.slow
 def test_pytest_process_that_ends_without_an_error_fails_too(any_project):
     code, shown = run(any_project(ending="import os\n\ndef test_ends():\n    os._exit(0)\n"), "fast")
 
@@ -280,7 +293,7 @@ def test_error_of_pytest_itself_fails_and_is_shown(any_project):
 def test_interrupted_run_stops_its_tests_and_reports_the_rest(number, any_project):
     root = any_project(hanging=HANGING)
     with start(root, "fast") as process:
-        wait_until((root / "began").exists)
+        wait_for_start(process, root / "began")
         process.send_signal(number)
         shown, _ = process.communicate()
 
@@ -296,7 +309,7 @@ def test_tests_end_if_the_program_that_runs_them_is_killed(any_project, monkeypa
     os.mkfifo(root / "gate")
     monkeypatch.setenv("TMPDIR", str(root))  # the program cannot remove its files
     with start(root, "fast") as process:
-        wait_until((root / "began").exists)
+        wait_for_start(process, root / "began")
         process.kill()
     if not (
         root / "tests" / "fork_server.py"
@@ -320,6 +333,7 @@ def test_seed_shuffles_a_file_and_prepares_its_fixtures_once(project):
     assert sorted(line for line in orders[0] if not line.isdecimal()) == ["prepare a", "prepare b"]
 
 
+@pytest.mark.slow
 def test_coverage_of_all_parts_is_measured(project):
     root = project(a="def test_a(): pass")
     code, _ = run(root, "fast", "--coverage")
@@ -421,12 +435,12 @@ def test_runs_have_one_core_beside_a_busy_program(project):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_busy_programs_end_however_the_run_ends(number, project, monkeypatch):
     root = project(busy=f"{BUSY}    threading.Event().wait()\n")
     monkeypatch.setenv("TMPDIR", str(root))  # a killed program cannot remove its files
     with start(root, "--runs", "2", "--busy", "1", "--cores", "1", program="find_flaky") as process:
-        wait_until((root / "found").exists)
+        wait_for_start(process, root / "found")
         process.send_signal(number)
         process.communicate()  # the busy program has the same output
     busy, tests = map(int, (root / "found").read_text().split())
