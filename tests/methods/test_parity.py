@@ -65,7 +65,7 @@ def each_on_main_models():
 
 
 def on_narrow(cases):
-    """Put cases on one photo, and on narrow models of the same architectures. `make parity` measures the whole ones."""
+    """Put cases on one photo, and on smaller models of the same architectures; `make parity` has whole ones."""
     return [replace(case, photos=1, model=NARROW.get(case.model, case.model)) for case in cases]
 
 

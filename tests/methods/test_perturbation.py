@@ -1,6 +1,5 @@
 """Perturbation methods equal captum, torchcam or the paper, and yield the announced number of edits."""
 
-import subprocess
 import sys
 from itertools import cycle
 
@@ -13,6 +12,7 @@ from skimage.filters import sobel_h, sobel_v
 from torch import nn
 from torch.nn import functional
 
+import fork_server
 from camserve_server.core.errors import FailedPrecondition, InvalidArgument
 from camserve_server.methods import METHODS, Perturbation, Scene
 from camserve_server.methods.perturbation import AT_ONCE
@@ -389,12 +389,10 @@ def test_surrogate_without_captum_names_the_package_to_install(net, name, missin
         heatmaps(net, name)
 
 
-@pytest.mark.slow
 def test_captum_is_imported_only_for_surrogates():
-    """The import of captum takes seconds, and the server does not install it."""
+    """The import of captum takes seconds, and the server does not install it. A fork server imports no tests."""
     says = "import sys, camserve_server.methods; print('captum' in sys.modules, 'sklearn' in sys.modules)"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", says], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
+    assert fork_server.run(says).stdout.split() == ["False", "False"]
 
 
 # ----------------------------------------------------------------------------------------------------------- baselines

@@ -20,7 +20,7 @@ from camserve_server.models import ModelSpec, parse, sources, zoo
 from camserve_server.models.load import digest
 from camserve_server.models.values import Layout
 from camserve_server.targets.values import ClassTarget, RankTarget
-from methods.tools import CAMS, Toy, call, error_ratio, exact, explain, inputs, job, maps, noise, run
+from methods.tools import CAMS, Toy, call, error_ratio, exact, explain, inputs, job, maps, noise, photo, run
 
 TINY = "torchvision:squeezenet1_1?weights={}&size=64&classes=7&accelerate=false"
 
@@ -540,11 +540,11 @@ def test_failed_download_is_refused_with_a_reason(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_float16_predicts_what_float32_predicts(lite0, photos):
+def test_float16_predicts_what_float32_predicts():
     """test_acceleration.py compares maps of bfloat16."""
-    model = models.load(parse("efficientnet_lite0?precision=float16"))
-    rows = [Row(photos["chelsea"], RankTarget(0), tuple(map(call, CAMS)))]
-    ((half,), (full,)) = (run(variant, rows, [lite0.info.default_layer]) for variant in (model, lite0))
+    pair = [models.load(parse(f"efficientnet_lite0?size=112{more}")) for more in ("&precision=float16", "")]
+    rows = [Row(photo("chelsea", 112), RankTarget(0), tuple(map(call, CAMS)))]
+    ((half,), (full,)) = (run(model, rows, [model.info.default_layer]) for model in pair)
     assert half.target == full.target == ClassTarget(285)
     for actual, expected in zip(half.maps[0], full.maps[0], strict=True):
         assert actual.dtype == np.float32

@@ -352,9 +352,9 @@ def test_methods_of_one_pass_and_composed_ones_explain_a_pyramid(detector):
 
 @pytest.mark.slow
 def test_pyramid_finds_small_objects_that_one_layer_does_not():
-    """The detector is trained for a fifth of the steps of `python -m benchmarks.pyramid`; the bars are far below."""
+    """The detector is trained for a tenth of the steps of `python -m benchmarks.pyramid`; the bars are far below."""
     numbers = {}
-    measure.collect(numbers, toy.trained("mixed", 0, count=240, epochs=6), toy.scenes(8, 77))
+    measure.collect(numbers, toy.trained("mixed", 0, count=120, epochs=6), toy.scenes(4, 77))
     for method in ("hirescam", "layercam"):
         (energy, hits), (energy_of_one, hits_of_one) = (
             measure.means_of(numbers[method, way, True]) for way in ("sum", "one layer")

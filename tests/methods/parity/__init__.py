@@ -41,13 +41,17 @@ SMALL = "small resnet, biases drawn"
 """A model for fast tests, which is not in docs/parity.md."""
 _SMALL = ("small=methods.parity.made:small?size=96", "layer4", ("flower",))
 _SIZES = {"resnet50": 96, "densenet121": 128, "vgg16": 96, "convnext_tiny": 96, "swin_t": 112, "vit_b_16": 64}
-NARROW = {name: f"narrow {name}" for name in _SIZES}
-"""Names of narrow models of the same architectures, for tests, which are not in docs/parity.md either."""
+_SMALLER = ("smaller=efficientnet_lite0?size=112", *MODELS["efficientnet_lite0"][1:])
+NARROW = {"efficientnet_lite0": "smaller efficientnet_lite0"} | {name: f"narrow {name}" for name in _SIZES}
+"""Names of narrow models of the same architectures, and of the embedded model for photos of half the size.
+
+They are for tests, and not in docs/parity.md either.
+"""
 
 
 def _described(name):
     """Return what `MODELS` says about a model, also for those that it does not have."""
-    tested = {SMALL: _SMALL}
+    tested = {SMALL: _SMALL, NARROW["efficientnet_lite0"]: _SMALLER}
     for kind, size in _SIZES.items():
         tested[NARROW[kind]] = (f"narrow=methods.narrow:{kind}?size={size}", *MODELS[kind][1:])
     return (MODELS | tested)[name]
