@@ -241,7 +241,7 @@ def detector(name, **options):
 
 DETECTORS = {
     "ssdlite320_mobilenet_v3_large": {},
-    "fasterrcnn_mobilenet_v3_large_320_fpn": {"box_score_thresh": 0.0},
+    "fasterrcnn_mobilenet_v3_large_320_fpn": {"box_score_thresh": 0.0, "num_classes": 4},
 }
 
 
