@@ -133,6 +133,16 @@ def test_source_that_returns_no_module_is_refused(brought):
         models.load(models.parse("zoo:net"))
 
 
+def test_package_that_is_installed_later_into_the_same_folder_is_found(brought):
+    folder = brought("[camserve.sources]\nzoo = planted:it\n")
+    assert set(plugins.find(plugins.SOURCES)) == {"zoo"}
+
+    shutil.copytree(folder / "planted-1.0.dist-info", later := folder / "later-1.0.dist-info")
+    (later / "METADATA").write_text("Metadata-Version: 2.1\nName: later\nVersion: 1.0\n")
+    (later / "entry_points.txt").write_text("[camserve.sources]\nground = planted:it\n")
+    assert set(plugins.find(plugins.SOURCES)) == {"zoo", "ground"}
+
+
 def test_package_that_is_found_twice_counts_once(brought, monkeypatch):
     folder = brought("[camserve.sources]\nzoo = planted:it\n")
     monkeypatch.syspath_prepend(str(folder))

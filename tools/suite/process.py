@@ -74,7 +74,7 @@ class Settings:
 @functools.cache
 def _imported(path: Path) -> Any:
     sys.path.append(str(path.parent))
-    return importlib.import_imported(path.stem)
+    return importlib.import_module(path.stem)
 
 
 class Process:

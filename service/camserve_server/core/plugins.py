@@ -4,6 +4,7 @@ Only installed packages count. The current folder is skipped, although modules c
 write a file into a folder must not be enough to run code in every server that is started there.
 """
 
+import functools
 import sys
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, distributions
@@ -23,9 +24,10 @@ def find(group: str) -> Mapping[str, EntryPoint]:
         ConfigError: two packages provide the same name.
     """
     current_folder = Path.cwd()
-    path = [folder for folder in sys.path if folder and Path(folder).resolve() != current_folder]
+    folders = [Path(folder) for folder in sys.path if folder and Path(folder).resolve() != current_folder]
+    versions = tuple((str(folder), folder.stat().st_mtime_ns) for folder in folders if folder.exists())
     # A package may be listed twice, for example through a link from lib to lib64.
-    unique = {(entry.name, entry.value, _package(entry)): entry for entry in _entries(group, path)}
+    unique = {(entry.name, entry.value, _package(entry)): entry for entry in _entries(group, versions)}
     by_name: dict[str, EntryPoint] = {}
     for entry in unique.values():
         if entry.name in by_name:
@@ -35,7 +37,10 @@ def find(group: str) -> Mapping[str, EntryPoint]:
     return by_name
 
 
-def _entries(group: str, path: list[str]) -> list[EntryPoint]:
+@functools.lru_cache(maxsize=2)  # it reads a file of each package, which took 10 ms; a folder's time changes with them
+def _entries(group: str, versions: tuple[tuple[str, int], ...]) -> list[EntryPoint]:
+    """Return the entry points of a group in folders, each with its time of modification."""
+    path = [folder for folder, _ in versions]
     return [entry for package in distributions(path=path) for entry in package.entry_points.select(group=group)]
 
 
