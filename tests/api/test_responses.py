@@ -17,6 +17,7 @@ from PIL import Image
 
 from api.running_server import PHOTO, item, refusal_of, request, smoothgrad
 from camserve.v1 import explain_pb2, models_pb2
+from camserve_server.api.servicers.explain import progress_reporter
 from camserve_server.core.errors import ConfigError
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images, scales
@@ -147,7 +148,20 @@ async def test_long_method_reports_progress_on_a_stream_before_its_response(shar
     assert len(progress) >= 3
     assert [report.rows_done for report in progress] == sorted({report.rows_done for report in progress})
     assert {report.rows_total for report in progress} == {251}
-    assert 1 <= progress[0].rows_done < progress[-1].rows_done <= 251
+    assert 1 <= progress[0].rows_done < progress[-1].rows_done == 251
+
+
+async def test_last_progress_is_sent_although_the_request_ends_at_once():
+    sent = []
+
+    async def write(reply):
+        sent.append((reply.progress.rows_done, reply.progress.rows_total))
+
+    async with progress_reporter(item("r", progress=True), write) as progress:
+        progress(1, 2)
+        progress(2, 2)
+
+    assert sent == [(2, 2)]
 
 
 async def test_progress_is_reported_only_on_request(shared_server):

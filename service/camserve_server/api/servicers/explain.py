@@ -148,19 +148,28 @@ async def progress_reporter(item: explain_pb2.ExplainStreamRequest, write: Write
     if not item.request.progress:
         yield jobs.ignore_progress
         return
-    updates: asyncio.Queue[explain_pb2.Progress | None] = asyncio.Queue()
+    latest: explain_pb2.Progress | None = None
+    ended, changed = False, asyncio.Event()
 
     def progress(done: int, rows: int) -> None:
-        updates.put_nowait(explain_pb2.Progress(rows_done=done, rows_total=rows))
+        nonlocal latest
+        latest = explain_pb2.Progress(rows_done=done, rows_total=rows)
+        changed.set()
 
     async def send_updates() -> None:
-        while (latest := await updates.get()) is not None:
-            if updates.empty():
-                await write(explain_pb2.ExplainStreamResponse(request_id=item.request_id, progress=latest))
+        nonlocal latest
+        while latest is not None or not ended:
+            if latest is not None:
+                message, latest = latest, None
+                await write(explain_pb2.ExplainStreamResponse(request_id=item.request_id, progress=message))
+            else:
+                changed.clear()
+                await changed.wait()
 
     sender = asyncio.create_task(send_updates())
     try:
         yield progress
     finally:
-        updates.put_nowait(None)  # not cancelled: a cancelled write would end the stream
+        ended = True  # not cancelled: a cancelled write would end the stream, and the last update would be lost
+        changed.set()
         await asyncio.gather(sender, return_exceptions=True)
