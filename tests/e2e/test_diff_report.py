@@ -1,8 +1,10 @@
 """The report of a diff in a browser: a file that asks for nothing else, and serves everybody."""
 
+import contextlib
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -52,36 +54,63 @@ def file(tmp_path_factory, small):
 class Watch:
     """Record of what a page does: errors in its console, and requests for anything but its own file."""
 
-    def __init__(self, page, own):
-        self.errors, self.requests = [], []
+    def __init__(self, page):
+        self.errors, self.requests, self.own = [], [], None
         page.on("console", lambda message: message.type in ("error", "warning") and self.errors.append(message.text))
         page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("dialog", lambda dialog: self.errors.append(dialog.message))
-        page.on("request", lambda request: request.url in own or self.requests.append(request.url))
+        page.on("dialog", self._dialog)
+        page.on("request", lambda request: request.url == self.own or self.requests.append(request.url))
+
+    def _dialog(self, dialog):
+        self.errors.append(dialog.message)
+        dialog.dismiss()
+
+    def start(self, own):
+        """Forget what was, and expect requests for the page's own file."""
+        self.errors, self.requests, self.own = [], [], own
+
+
+def new_page(browser, script="", **options):
+    window = browser.new_context(offline=True, **options)
+    window.set_default_timeout(TIMEOUT)
+    window.add_init_script(script)
+    page = window.new_page()
+    page.watch = Watch(page)
+    return page
+
+
+@pytest.fixture(scope="module")
+def tab(browser):
+    """A tab that tests use in turn: a new one is a new process, which compiles the report's code again."""
+    page = new_page(browser)
+    yield page
+    page.context.close()
 
 
 @pytest.fixture
-def show(browser):
+def show(browser, tab):
     """Function that opens a report; at the end the page must have asked for nothing, and written no error."""
-    watched, contexts = [], []
+    with contextlib.ExitStack() as stack:
 
-    def run(path, width=1280, expected=False, script="", **options):
-        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, offline=True, **options))
-        contexts[-1].set_default_timeout(TIMEOUT)
-        contexts[-1].add_init_script(script)
-        page = contexts[-1].new_page()
-        page.watch = Watch(page, (path.as_uri(),))
-        if not expected:
-            watched.append(page.watch)
-        page.goto(path.as_uri())
-        return page
+        def run(path, width=1280, scheme="light", expected=False, script="", **options):
+            own = script or options
+            page = new_page(browser, script, **options) if own else tab
+            stack.callback(page.context.close if own else partial(page.goto, "about:blank"))
+            if not expected:
+                stack.callback(check, page.watch)
+            page.set_viewport_size({"width": width, "height": 900})
+            page.emulate_media(color_scheme=scheme)
+            page.mouse.move(0, 0)
+            page.watch.start(path.as_uri())
+            page.goto(path.as_uri())
+            return page
 
-    yield run
-    for context in contexts:
-        context.close()
-    for watch in watched:
-        assert watch.errors == []
-        assert [url for url in watch.requests if not url.startswith("data:image/jpeg;")] == []
+        yield run
+
+
+def check(watch):
+    assert watch.errors == []
+    assert [url for url in watch.requests if not url.startswith("data:image/jpeg;")] == []
 
 
 def to_cases(page):
@@ -132,7 +161,7 @@ def violations(page):
 def test_report_fits_and_has_no_barriers(show, file, width, scheme):
     if not AXE.exists():
         pytest.skip(needs.AXE)
-    page = show(file, width, color_scheme=scheme)
+    page = show(file, width, scheme)
     page.evaluate("document.querySelectorAll('details').forEach((node) => (node.open = true))")
     to_cases(page)
 

@@ -9,6 +9,7 @@ import pytest
 
 import camserve
 import needs
+from camserve_server import Explainer
 from support import PHOTOS
 
 ROOT = Path(__file__).parents[2]
@@ -31,10 +32,10 @@ PIXELS = """() => [...document.querySelectorAll(".camserve-picture canvas")].map
 
 
 @pytest.fixture(scope="module")
-def html(address):
-    with camserve.Client(address) as client:
+def html():
+    with Explainer("efficientnet_lite0") as explainer:
         targets = ["tabby", camserve.contrast("tabby", "tiger cat")]
-        return client.explain(PHOTOS["chelsea"], targets=targets).html()
+        return explainer.explain(PHOTOS["chelsea"], targets=targets).html()
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium")
 AXE = ROOT / ".browser/node_modules/axe-core/axe.min.js"
 TIMEOUT = 500_000  # milliseconds until a step of a test has failed; less than pytest's own timeout
-NARROW = {"width": 320, "height": 700}
+WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 320, "height": 700}
 TILES = """[...document.querySelectorAll(".channel canvas")].map((canvas) => {
   const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
   return Array.from({ length: data.length / 4 }, (_, at) => [...data.slice(4 * at, 4 * at + 3)]);
@@ -82,7 +82,7 @@ def chromium():
 
 
 def new_window(chromium, script="", **options):
-    window = chromium.new_context(viewport={"width": 1280, "height": 900}, accept_downloads=True, **options)
+    window = chromium.new_context(viewport=WIDE, accept_downloads=True, **options)
     window.set_default_timeout(TIMEOUT)
     if script:
         window.add_init_script(script)
@@ -97,14 +97,29 @@ def window(chromium):
     window.close()
 
 
+@pytest.fixture(scope="module")
+def tab(window):
+    """A tab that tests use in turn: a new one is a new process, which compiles the page's code again."""
+    return window.new_page()
+
+
 class Watch:
     """Record of what a page does: errors in its console, and requests."""
 
     def __init__(self, page, port):
         self.errors, self.requests, self.origin = [], [], f"http://127.0.0.1:{port}/"
-        page.on("console", self._message)
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("request", lambda request: self.requests.append(request.url))
+        self._page = page
+        self._events = {
+            "console": self._message,
+            "pageerror": lambda error: self.errors.append(str(error)),
+            "request": lambda request: self.requests.append(request.url),
+        }
+        for event, record in self._events.items():
+            page.on(event, record)
+
+    def end(self):
+        for event, record in self._events.items():
+            self._page.remove_listener(event, record)
 
     def _message(self, message):
         if message.type in ("error", "warning"):
@@ -117,24 +132,37 @@ class Watch:
 
 
 @pytest.fixture
-def opened(chromium, window, served):
+def opened(chromium, window, tab, served):
     """Function that opens the page; at the end it must have written no error, and asked no other origin."""
+    free = [tab]
     with contextlib.ExitStack() as stack:
 
         def start(port=served.http_port, fragment="", script="", expected=(), **options):
-            of_page = window
             if script or options:
-                of_page = new_window(chromium, script, **options)
-                stack.callback(of_page.close)
-            page = of_page.new_page()
-            stack.callback(page.close)
+                own = new_window(chromium, script, **options)
+                stack.callback(own.close)
+                page = own.new_page()
+            elif free:
+                page = free.pop()
+                stack.callback(leave, page)
+            else:
+                page = window.new_page()
+                stack.callback(page.close)
             stack.callback(page.evaluate, "localStorage.clear()")  # a window keeps it for its next page
             page.watch = Watch(page, port)
+            stack.callback(page.watch.end)
             stack.callback(check, page.watch, expected)
             page.goto(f"{page.watch.origin}{fragment}")
             return page
 
         yield start
+
+
+def leave(page):
+    """Make a tab as new for the next test."""
+    page.goto("about:blank")
+    page.set_viewport_size(WIDE)
+    page.mouse.move(0, 0)
 
 
 def check(watch, expected):
@@ -508,8 +536,8 @@ def test_components_concepts_and_heads_are_those_of_the_client(page, client):
 
 
 CHANNELS = (
-    "grey=timm:resnet10t?weights=none&size=64&channels=1",
-    "bands=timm:resnet10t?weights=none&size=64&channels=12",
+    "grey=timm:test_resnet?weights=none&size=64&channels=1",
+    "bands=timm:test_resnet?weights=none&size=64&channels=12",
 )
 DRAWN = """() => {
   const image = document.querySelector("#photo .picture img");
@@ -712,9 +740,7 @@ def connect_with(page, secret):
 
 
 @pytest.mark.skipif(not AXE.is_file(), reason=needs.AXE)
-@pytest.mark.parametrize(
-    ("scheme", "viewport"), [("light", {"width": 1280, "height": 900}), ("dark", NARROW)], ids=["light", "dark"]
-)
+@pytest.mark.parametrize(("scheme", "viewport"), [("light", WIDE), ("dark", NARROW)], ids=["light", "dark"])
 def test_accessibility_checker_finds_nothing(opened, small, scheme, viewport):
     page = opened(port=small.http_port, script=AXE.read_text(), color_scheme=scheme)
     page.set_viewport_size(viewport)
@@ -837,7 +863,7 @@ def test_killed_server_is_found_again(opened):
 
 def test_photo_class_and_look_are_chosen_with_the_keyboard_alone(page):
     choosers = []
-    page.on("filechooser", lambda chooser: choosers.append(chooser))  # noqa: PLW0108 -- it sets an attribute on it
+    page.once("filechooser", lambda chooser: choosers.append(chooser))  # noqa: PLW0108 -- it sets an attribute on it
     press_until(page, "#files")
     page.keyboard.press("Space")
     wait_until(lambda: page.evaluate("true") and choosers)
