@@ -1,6 +1,5 @@
 """Memory of a server that is sent many large messages at once, measured in a process of its own."""
 
-import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,8 +9,7 @@ import pytest
 
 import fork_server
 from camserve_server.api import deserialization
-from http_calls import EXPLAIN, post
-from robustness import nets
+from robustness import held_calls, nets
 from robustness import test_expansion as expansion
 from server_process import server_process
 
@@ -19,8 +17,9 @@ MIB = 2**20
 MODEL, TESTS = nets.TINY, Path(__file__).parents[1]
 FLAGS = ("--threads", "1", "--http-address", "0")
 MAX_GROWTH = 2 * deserialization.MESSAGE_MEMORY
-PHOTO = json.dumps({"image": "A" * (10 * MIB)}).encode()
+MAX_HELD = deserialization.MESSAGE_MEMORY
 CALLERS = 8
+KINDS = [(held_calls.HttpCall, 12), (held_calls.GrpcCall, 24)]
 
 UNLIMITED = f"""
 from camserve_server.api import deserialization
@@ -28,6 +27,16 @@ deserialization.MAX_FIELDS = deserialization.MESSAGE_MEMORY = deserialization.ME
 {fork_server.SERVER}
 """
 """Program of a server that has no limits on the memory of messages."""
+PATIENT = """
+from camserve_server.api import connection_limits
+connection_limits.RECEIVE_TIMEOUT = 600.0
+"""
+"""Code that keeps the slots of messages that do not arrive: how many there are does not depend on the time."""
+UNBOUNDED = """
+from camserve_server.api import deserialization
+deserialization.MAX_RECEIVING = 2**50
+"""
+"""Code that takes the limit on messages received at the same time away."""
 
 
 def status_bytes(server, name):
@@ -49,10 +58,18 @@ def send_bombs(server, bombs):
         return Counter(callers.map(lambda bomb: expansion.refusal(channel, *bomb).code().name, bombs))
 
 
-def post_photos(server, count):
-    """Post messages of 10 MiB, all at once; return the statuses."""
-    with ThreadPoolExecutor(count) as callers:
-        return Counter(callers.map(lambda _: post(server.http_port, EXPLAIN, PHOTO).status, range(count)))
+def finish(calls):
+    """Finish all calls at once; return how many were refused."""
+    with ThreadPoolExecutor(len(calls)) as callers:
+        return sum(callers.map(lambda call: call.finish(), calls))
+
+
+def hold(server, kind, count, least):
+    """Hold calls back just before their ends; return them, and the bytes by which the server grows with them."""
+    finish([kind(server)])  # what the first call costs
+    calls = [kind(server) for _ in range(count)]
+    _, grown = growth(server, lambda: held_calls.hold(server, calls, least))
+    return calls, grown
 
 
 def bombs():
@@ -61,9 +78,8 @@ def bombs():
 
 @pytest.fixture(scope="module")
 def server():
-    with server_process((MODEL,), *FLAGS, forked=True, cwd=TESTS) as server:
+    with server_process((MODEL,), *FLAGS, forked=True, cwd=TESTS, program=PATIENT + fork_server.SERVER) as server:
         send_bombs(server, bombs())
-        post_photos(server, 1)
         yield server
 
 
@@ -76,18 +92,34 @@ def test_many_small_messages_that_expand_stay_within_the_memory_limits(server):
     assert grown <= MAX_GROWTH
 
 
-def test_many_large_messages_at_once_stay_within_the_memory_limits(server):
-    statuses, grown = growth(server, lambda: post_photos(server, CALLERS))
+@pytest.mark.parametrize(("kind", "count"), KINDS)
+def test_many_large_messages_at_once_stay_within_the_memory_limits(kind, count, server):
+    calls, held = hold(server, kind, count, least=deserialization.MAX_RECEIVING)
+    refused, finished = growth(server, lambda: finish(calls))
 
-    assert statuses == {400: CALLERS}
-    assert grown <= MAX_GROWTH
+    assert held <= MAX_HELD
+    assert refused == count
+    assert finished <= MAX_GROWTH
 
 
 @pytest.mark.slow
 def test_server_without_the_limits_takes_more_memory():
-    """Control: the measurement finds the memory of a single message of half the largest size."""
+    """Control: the measurement finds the memory of a single message of less than half the largest size."""
     with server_process((MODEL,), *FLAGS, forked=True, cwd=TESTS, program=UNLIMITED) as server:
-        half = expansion.EXPLAIN, expansion.methods()[: 4 * MIB]
-        _, grown = growth(server, lambda: send_bombs(server, [half]))
+        part = expansion.EXPLAIN, expansion.methods()[: 3 * MIB]
+        _, grown = growth(server, lambda: send_bombs(server, [part]))
 
     assert grown > MAX_GROWTH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "count"), KINDS)
+def test_server_that_receives_any_number_of_messages_at_once_takes_more_memory(kind, count):
+    """Control: without the limit on messages that are received, the server keeps them all."""
+    program = f"{PATIENT}{UNBOUNDED}{fork_server.SERVER}"
+    with server_process((MODEL,), *FLAGS, forked=True, cwd=TESTS, program=program) as server:
+        calls, held = hold(server, kind, count, least=count)
+        for call in calls:
+            call.close()
+
+    assert held > MAX_HELD
