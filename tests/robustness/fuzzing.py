@@ -191,7 +191,7 @@ def main(count_images, count_messages, *faults):
             with process_audit.measure_memory(fault_cost := {}):
                 decode_image = images.decode
                 plant(fault)
-                summaries[fault] = tally(send_images, channel, pictures[:100], ALLOWED)
+                summaries[fault] = tally(send_images, channel, pictures[:60], ALLOWED)
                 images.decode = decode_image
             summaries[fault] |= fault_cost
         summaries["after"] = tally(send_images, channel, [("tiny", mutations.photos()["png"])], {"OK"})

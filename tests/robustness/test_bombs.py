@@ -10,7 +10,7 @@ from PIL import Image
 
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
-from robustness import error_checks, process_audit
+from robustness import decoding, error_checks, process_audit
 
 
 def saved(image, form, **options):
@@ -137,14 +137,14 @@ def test_bomb_is_refused_before_decoding_within_10_mb(outcomes, name):
     assert outcome.get("refused") == "image"
     assert outcome["decoded"] == 0
     assert outcome["inflated"] <= MAX_INFLATED
-    assert outcome["mb"] <= 10
+    assert outcome["mb"] <= decoding.LITTLE
     assert error_checks.leaks(outcome["message"]) == []
 
 
 @pytest.mark.parametrize("name", FIRST_FRAMES)
 def test_only_the_first_frame_of_an_animation_is_decoded(outcomes, name):
     assert outcomes[name]["message"] == "(64, 64, 3)"
-    assert outcomes[name]["mb"] <= 10
+    assert outcomes[name]["mb"] <= decoding.LITTLE
 
 
 @pytest.mark.parametrize("make", [png_of_exif, webp_of_exif])

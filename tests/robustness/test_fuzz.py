@@ -1,6 +1,6 @@
 """Fuzz tests: random images and messages are answered or refused, and do no harm.
 
-Mutants of images and messages are sent to a whole server: 100 of each, 1,500 in the slow tests, and those of `corpus`.
+Mutants of images and messages are sent to a whole server: 60 of each, 800 in the slow tests, and those of `corpus`.
 Hypothesis tests the two entry points directly: the readers of requests and the decoder of images.
 All inputs are the same in every run, except in `make fuzz`: FUZZ_SEED selects other mutants, 5,000 of each, and other
 examples.
@@ -27,7 +27,7 @@ from camserve_server.metrics import METRICS
 from robustness import error_checks, fields, fuzzing, mutations, process_audit, raster_files
 from support import serving
 
-COUNT = 5000 if "FUZZ_SEED" in os.environ else 1500
+COUNT = 5000 if "FUZZ_SEED" in os.environ else 800
 FUZZING = settings(
     max_examples=200 if "FUZZ_SEED" in os.environ else 100,
     deadline=None,
@@ -41,7 +41,7 @@ SMALL = Limits(pixels=100_000, side=2000)
 pytestmark = pytest.mark.filterwarnings("ignore:It looks like `register_random`:hypothesis.errors.HypothesisWarning")
 
 
-FEW = 100
+FEW = 60
 SENT = [FEW, pytest.param(COUNT, marks=pytest.mark.slow)]
 
 

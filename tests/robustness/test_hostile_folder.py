@@ -32,6 +32,18 @@ from camserve_server.cli import main
 main()
 """
 """The command in a fork, which imports little; at its end it prints where it would search for modules."""
+BOTH = """
+import json, runpy, sys
+program, commands = sys.argv[1:]
+for arguments in json.loads(commands):
+    sys.argv = [program, *arguments]
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as ending:
+        if ending.code:
+            raise
+"""
+"""The program with several commands, one after the other: a new process imports torch for seconds."""
 EXPLAIN = ("explain", "photo.png", "--resume", "--device", "cpu")
 
 
@@ -57,8 +69,13 @@ def folder(tmp_path, names):
 def run(folder, *command):
     """Run a command in a folder; return its exit code and the modules of the folder that it imported."""
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return result.returncode, imported_in(folder)
+
+
+def imported_in(folder):
+    """Return the modules of the folder that were imported, of those that it should not be asked for."""
     mark = folder / "it ran"
-    return result.returncode, mark.read_text().split() if mark.exists() else []
+    return mark.read_text().split() if mark.exists() else []
 
 
 @pytest.mark.parametrize(("model", "places"), [(SMALL, []), (MINE, [-1])], ids=["another's", "mine"])
@@ -74,15 +91,14 @@ def test_folder_is_searched_last_and_only_for_a_module_that_the_settings_name(tm
 
 
 @pytest.mark.slow
-def test_settings_are_checked_without_importing_from_their_folder(folder):
-    """Only a module that the settings name is imported from there, with its own imports."""
-    assert run(folder, PROGRAM, *CHECK) == (0, [])
+def test_commands_import_nothing_from_the_current_folder(folder):
+    """Only a module that the settings or the model name is imported, with its own imports, after all others.
 
+    The flag --resume starts a worker process.
+    """
+    commands = json.dumps([CHECK, (*EXPLAIN, "-o", "out", "--model", MINE)])
 
-@pytest.mark.slow
-def test_photos_are_explained_without_importing_from_the_current_folder(folder):
-    """The flag --resume starts a worker process. Only a module that a model names is imported, after all others."""
-    assert run(folder, PROGRAM, *EXPLAIN, "-o", "out", "--model", MINE) == (0, [])
+    assert run(folder, sys.executable, "-P", "-c", BOTH, PROGRAM, commands) == (0, [])
 
 
 def test_planted_modules_are_imported_by_python_without_protection(folder):

@@ -369,7 +369,7 @@ def test_greedy_caller_causes_no_refusal_of_a_modest_one(tmp_path):
     assert codes == {("greedy", 200): 8, ("greedy", 429): 2, ("modest", 200): 2}
 
 
-MUTANTS = 300
+MUTANTS = 150
 REFUSALS = {400, 403, 404, 405, 413, 415, 429, 431, 501}
 
 

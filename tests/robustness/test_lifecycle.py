@@ -279,6 +279,7 @@ def check_versions(scores, digests):
     assert min(abs(first - second) for first, second in pairs) > 0.01
 
 
+@pytest.mark.slow
 def test_mixed_versions_are_detected(folder, monkeypatch):
     """Planted fault: all versions have one key, so that rows of the old version run on the new one."""
     load = worker_pool.WorkerPool.load
@@ -532,9 +533,9 @@ def test_commands_load_unload_and_show_model_states(folder):
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("times", [2, pytest.param(100 if LONG else 6, marks=pytest.mark.slow)])
-def test_concurrent_loads_and_explanations_return_only_documented_codes(folder, times):
-    """Each of 8 threads has these turns: with CAMSERVE_LONG, 100."""
+@pytest.mark.parametrize(("threads", "times"), [(4, 2), pytest.param(8, 100 if LONG else 4, marks=pytest.mark.slow)])
+def test_concurrent_loads_and_explanations_return_only_documented_codes(folder, threads, times):
+    """Each thread has these turns: with CAMSERVE_LONG, 100."""
 
     def work(number):
         with client_of(running) as client:
@@ -546,8 +547,8 @@ def test_concurrent_loads_and_explanations_return_only_documented_codes(folder, 
                     client.unload_model("tiny")
 
     with served(folder, isolation="process") as running, client_of(running) as client:
-        with Callers(running.address) as callers, ThreadPoolExecutor(8) as pool:
-            for task in [pool.submit(work, number) for number in range(8)]:
+        with Callers(running.address) as callers, ThreadPoolExecutor(threads) as pool:
+            for task in [pool.submit(work, number) for number in range(threads)]:
                 task.result()
         client.load_model("tiny")
         assert explain(client).score
@@ -604,6 +605,7 @@ def test_unloading_releases_memory(cycling):
     assert grown.max() <= 20
 
 
+@pytest.mark.slow
 def test_leaked_model_is_detected(cycling):
     """Planted fault: a factory that keeps its networks."""
     assert growth(cycling, "leaking", 1, 4).max() > 20
@@ -612,7 +614,7 @@ def test_leaked_model_is_detected(cycling):
 # --- stopping ---
 
 
-@pytest.mark.parametrize("isolation", ["process", "thread"])
+@pytest.mark.parametrize("isolation", ["process", pytest.param("thread", marks=pytest.mark.slow)])
 def test_server_stops_during_a_reload_and_leaves_no_process(folder, isolation):
     with (
         process(folder, folder.tiny, isolation=isolation) as (running, client),

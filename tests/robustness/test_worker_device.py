@@ -140,7 +140,7 @@ def test_worker_that_fails_on_a_working_device_is_not_replaced(worker, folder):
     ("use", "action"),
     [
         ("context", lambda process, info: process.run(*batch(info))),
-        ("context", lambda process, info: process.run(*batch(info), 1)),
+        pytest.param("context", lambda process, info: process.run(*batch(info), 1), marks=pytest.mark.slow),
         ("synchronize", lambda process, _: process.load("other", parse(MODEL))),
         ("release_memory", lambda process, _: process.drop("other")),
     ],
