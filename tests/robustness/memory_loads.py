@@ -206,7 +206,7 @@ def extracting(layer):
 
 
 LOADS = {
-    "forward passes": lambda caller: caller.send(explaining(overlay=0), CALLS),
+    "forward passes": lambda caller: caller.send(explaining(overlay=0), CALLS // 2),
     "overlays": lambda caller: caller.send(explaining(), CALLS),
     "saliency": lambda caller: caller.send(explaining(method("saliency")), 64),
     "smoothgrad": lambda caller: caller.send(request_with_copies("smoothgrad", 32), 4),
@@ -230,12 +230,12 @@ LOADS = {
     "photos of 16 megapixels": lambda caller: caller.send(explaining(image=LARGEST), 4),
     "progressive photos of 16 megapixels": lambda caller: caller.send(explaining(image=PROGRESSIVE), 4),
     "PNG of 16 megapixels": lambda caller: caller.send(explaining(image=LARGEST, overlay=PNG), 4),
-    "64 maps of 3 megapixels": lambda caller: caller.send(largest_response(), 8),
+    "64 maps of 3 megapixels": lambda caller: caller.send(largest_response(), 4),
     "16 maps of 3 megapixels as PNG": lambda caller: caller.send(
         explaining(image=photo_of(1700, 1800), targets=TARGETS, overlay=PNG), 8
     ),
     "targets that are images": lambda caller: caller.send(request_with_similarity_targets(), 8),
-    "large messages": lambda caller: caller.send(explaining(image=pad_jpeg(PHOTO)), 50),
+    "large messages": lambda caller: caller.send(explaining(image=pad_jpeg(PHOTO)), 20),
     "large messages of one stream": lambda caller: caller.stream(explaining(image=pad_jpeg(PHOTO)), 32),
     "large messages of 32 streams": lambda caller: caller.stream(explaining(image=pad_jpeg(PHOTO)), 2, 32),
     "tensors": lambda caller: caller.send(inferring(8), 32),
