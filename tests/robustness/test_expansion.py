@@ -254,13 +254,13 @@ def test_calls_and_streams_always_release_the_memory_of_their_messages(monkeypat
 
 
 LARGE = {
-    "methods": ("ExplainRequest", lambda: delimited(3, b"") * (MIB // 32)),
-    "parameters": ("ExplainRequest", lambda: delimited(3, delimited(2, b"")) * (MIB // 64)),
-    "targets": ("ExplainRequest", lambda: delimited(4, delimited(3, b"")) * (MIB // 64)),
-    "layers": ("ExplainRequest", lambda: delimited(6, b"") * (MIB // 32)),
-    "tensors": ("ModelInferRequest", lambda: delimited(5, delimited(5, b"")) * (MIB // 64)),
-    "numbers": ("ModelInferRequest", lambda: numbers(2 * MIB)),
-    "metrics": ("EvaluateRequest", lambda: delimited(2, b"") * (MIB // 32)),
+    "methods": ("ExplainRequest", lambda: delimited(3, b"") * (MIB // 16)),
+    "parameters": ("ExplainRequest", lambda: delimited(3, delimited(2, b"")) * (MIB // 32)),
+    "targets": ("ExplainRequest", lambda: delimited(4, delimited(3, b"")) * (MIB // 32)),
+    "layers": ("ExplainRequest", lambda: delimited(6, b"") * (MIB // 16)),
+    "tensors": ("ModelInferRequest", lambda: delimited(5, delimited(5, b"")) * (MIB // 32)),
+    "numbers": ("ModelInferRequest", lambda: numbers(4 * MIB)),
+    "metrics": ("EvaluateRequest", lambda: delimited(2, b"") * (MIB // 16)),
 }
 """Messages that take much memory: the name of their type, and a function that makes them."""
 
