@@ -32,7 +32,7 @@ QUIET_ROUNDS = 20  # health checks answered while the server takes no further by
 
 
 class HttpCall:
-    """Call of Explain over HTTP, with a photo of 7.5 MiB that is none.
+    """Call of Explain over HTTP, whose image is 7.5 MiB of bytes that are not an image.
 
     Args:
         server: the server, as a `ServerProcess`.
@@ -70,7 +70,7 @@ class HttpCall:
 
 
 class GrpcCall:
-    """Call of Explain over gRPC, with a photo of almost 8 MiB that is none, on a connection of its own.
+    """Call of Explain over gRPC, whose image is almost 8 MiB of zeros, on a connection of its own.
 
     Args:
         server: the server, as a `ServerProcess`.
@@ -157,7 +157,7 @@ class GrpcCall:
 def hold(server, calls, least):
     """Send all calls except for their last bytes, as far as the server takes them, and at least `least` calls.
 
-    The server answers other requests meanwhile: it has had the time to take more, had it wanted to.
+    The server answers other requests meanwhile, so it has also had the time to take more bytes of these calls.
     """
     quiet = 0
     while quiet < QUIET_ROUNDS or sum(call.held for call in calls) < least:

@@ -16,7 +16,7 @@ AXE = ROOT / ".browser/node_modules/axe-core/axe.min.js"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html") if path.parts[-2] != "_static")
 DESKTOP, NARROW = {"width": 1280, "height": 900}, {"width": 320, "height": 640}
-# What a page's own text can break in a template that axe checks with all of its rules on other pages.
+# Rules of axe that the text of a page can break. A few pages are checked with all rules, for the template.
 OF_CONTENT = [
     *("duplicate-id-aria", "empty-heading", "heading-order", "image-alt", "link-name"),
     *("scrollable-region-focusable", "svg-img-alt"),

@@ -174,8 +174,8 @@ def search_current_folder(spec: ModelSpec) -> None:
 
 
 def _is_user_code(spec: ModelSpec) -> bool:
-    own = ("embedded", *LIBRARIES, "hf")  # first: finding plugins reads the files of every installed package
-    return spec.source not in own and spec.source not in plugins.find(plugins.SOURCES)
+    built_in = ("embedded", *LIBRARIES, "hf")
+    return spec.source not in built_in and spec.source not in plugins.find(plugins.SOURCES)
 
 
 def check(spec: ModelSpec) -> None:
