@@ -38,12 +38,10 @@ class Meter:
         self._before = {}
 
     def start(self):
-        """Reset the peaks to the current sizes; the sizes at the first start are those of the server at rest."""
-        at_rest = not self._before
+        """Reset the peaks to the current sizes, from which the growth counts."""
         for pid in tree.pids(self._root):
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # proc(5)
-            if at_rest:
-                self._before[pid] = status_bytes(pid, "VmRSS")
+            self._before[pid] = status_bytes(pid, "VmRSS")
 
     def grown(self):
         """Return the sum of the processes' largest growth since, in bytes."""

@@ -1,6 +1,5 @@
 """One caller's heaviest requests take at most 400 MiB of memory more than an idle server has."""
 
-import contextlib
 import time
 
 import pytest
@@ -22,37 +21,20 @@ def warm_up(process):
     time.sleep(IDLE_TIMEOUT + 1)
 
 
-@contextlib.contextmanager
-def resting_server():
-    """Yield a server and its meter."""
+@pytest.fixture
+def resting():
+    """A server of the test's own, since what a load leaves counts in the growth of the next; and its meter."""
     with server_process(()) as process:
         warm_up(process)
         yield process, Meter(process.pid)
-
-
-@pytest.fixture(scope="module")
-def shared():
-    """The server of the slow tests: what a load leaves in memory counts in the growth of the next ones."""
-    with resting_server() as measured:
-        yield measured
-
-
-@pytest.fixture
-def measured(load, request):
-    """The shared server, or one of the load's own: what thirty loads leave would be too much."""
-    if load in SLOW:
-        yield request.getfixturevalue("shared")
-        return
-    with resting_server() as own:
-        yield own
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "load", [pytest.param(load, marks=pytest.mark.slow if load in SLOW else pytest.mark.search) for load in LOADS]
 )
-def test_heavy_load_of_one_caller_takes_at_most_400_mib(measured, load):
-    server, meter = measured
+def test_heavy_load_of_one_caller_takes_at_most_400_mib(resting, load):
+    server, meter = resting
     meter.start()
     with Caller(server.address) as caller:
         outcomes = LOADS[load](caller)
