@@ -354,6 +354,7 @@ def test_job_ends_if_every_photo_fails_and_continues_if_every_other_fails(tmp_pa
     assert (other.total, other.left) == (len(many) // 2, len(many) // 2)
 
 
+@pytest.mark.slow  # robustness/test_workers.py has the fast tests of lethal requests
 @pytest.mark.usefixtures("forked")
 def test_photo_that_kills_its_worker_is_left_and_others_are_done(address, tmp_path):
     """The server's worker is a process: when the photo ends it, its whole batch is lost and retried."""

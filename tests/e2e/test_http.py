@@ -194,6 +194,7 @@ def growth(server, warm, calls):
     return sizes[1] - sizes[0]
 
 
+@pytest.mark.slow
 def test_memory_of_the_server_does_not_grow_with_the_calls():
     with server_process((RESNET,), "--threads", "1", "--http-address", "0", forked=True) as server:
         assert growth(server, warm=25, calls=40) < MAX_GROWTH
