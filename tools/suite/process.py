@@ -50,7 +50,7 @@ class Settings:
         program += ["" if self.seed is None else str(self.seed), *OPTIONS, "-m", CHOICES[self.choice], *part.files]
         environment = os.environ | part.variables
         # Not every project has a fork server (tests/test_run_tests.py makes some); coverage.py measures no forks.
-        if part.variables and not self.coverage and (tests := self.root / "tests" / "fork_server.py").exists():
+        if not self.coverage and (tests := self.root / "tests" / "fork_server.py").exists():
             return _imported(tests).start(
                 *(FORKED, *program),
                 cwd=self.root,
