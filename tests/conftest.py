@@ -16,7 +16,7 @@ from camserve_server.workers import fork_server
 from methods.tools import Toy, photo
 from robustness.forking import running_fork_server
 from skipped import pytest_terminal_summary
-from support import TINY
+from support import TINY, without_canaries
 
 __all__ = ["pytest_terminal_summary"]
 
@@ -45,6 +45,12 @@ def real_cache_folder(tmp_path_factory):
         patch.setattr(probe_cache, "folder", lambda: cache / "camserve")
         patch.setitem(programs.CACHE, "XDG_CACHE_HOME", str(cache))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _without_canaries():
+    with without_canaries():
+        yield
 
 
 @pytest.fixture(scope="session")

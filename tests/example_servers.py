@@ -8,7 +8,7 @@ from torch import nn
 from camserve_server.api import tokens
 from camserve_server.models import Preprocess, Source
 from coloured import Colours, Finder
-from support import serving
+from support import serving, without_canaries
 
 PREPROCESS = Preprocess((64, 64), (64, 64), "bilinear", (0.45,) * 3, (0.225,) * 3)
 LABELS = ("background", "red", "green")
@@ -62,6 +62,7 @@ def example_servers(folder):
     tokens_file.write_text(record.line())
     models = ("efficientnet_lite0", *OWN_MODELS)
     with (
+        without_canaries(),
         serving(models=models, threads=1, admin=True, max_message_mib=1) as open_server,
         serving(models=OWN_MODELS[:1], threads=1, admin=True, tokens_file=str(tokens_file)) as guarded_server,
     ):

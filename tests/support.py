@@ -7,6 +7,7 @@ import functools
 import gc
 import importlib.util
 import io
+import math
 import threading
 import time
 from concurrent.futures import Future
@@ -23,6 +24,7 @@ from camserve_server import models
 from camserve_server.api import grpc_server
 from camserve_server.app import server
 from camserve_server.core import config
+from camserve_server.serving import pool_health
 from camserve_server.serving.explain import Pipeline
 
 GPU = pytest.param(
@@ -152,6 +154,18 @@ def serving(**settings):
     finally:
         loop.call_soon_threadsafe(stop.requested.set)
         thread.join(60)
+
+
+@contextmanager
+def without_canaries():
+    """Let servers of this process compute nothing while they are idle.
+
+    A server that several tests share would otherwise run a batch of its own every ten seconds, and tests count the
+    batches of all threads.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool_health, "CANARY_INTERVAL", math.inf)
+        yield
 
 
 @functools.lru_cache(maxsize=8)  # tests that share a model are next to each other
