@@ -6,9 +6,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from tools.suite import parts
+from tools.suite.process import Settings
+from tools.suite.results import Results
+from tools.suite.run import Run
 
 from support import wait_until
 
@@ -297,11 +301,38 @@ def test_interrupted_run_stops_its_tests_and_reports_the_rest(number, any_projec
         process.send_signal(number)
         shown, _ = process.communicate()
 
-    assert process.returncode == 130
+    assert process.returncode == 130, shown
     assert "FAILED tests/test_hanging.py::test_fails" in shown
     assert shown.splitlines()[-1].endswith("stopped before the end")
     assert (root / "cleaned").exists()
     assert not is_running(int((root / "began").read_text()))
+
+
+class InterruptedReading(mock.Mock):
+    """Process of a part. Ctrl-C comes while its results are read for the first time."""
+
+    results, elapsed = Results(), 0.0
+
+    def read(self):
+        if not self.has_ended.called:
+            signal.raise_signal(signal.SIGINT)  # to this thread, as the program has only one
+        self.complete()
+        return []
+
+
+def test_ctrl_c_waits_until_results_are_read():
+    process, running = InterruptedReading(), Run([], Settings(ROOT, "fast"), 1)
+    process.has_ended.return_value = False
+    running._running.append(process)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        running.run()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    assert running.interrupted
+    names = [call[0] for call in process.method_calls]
+    assert names == ["complete", "has_ended", "interrupt", "wait", "kill", "complete", "close"]
 
 
 def test_tests_end_if_the_program_that_runs_them_is_killed(any_project, monkeypatch):

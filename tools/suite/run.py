@@ -7,7 +7,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tools.suite.parts import Part
@@ -16,6 +17,7 @@ from tools.suite.results import Failure, Results, clock
 
 STOP_SECONDS = 60  # after Ctrl-C until the processes are killed
 MOST_JOBS = 5  # each needs up to two GiB of memory
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 def default_jobs() -> int:
@@ -27,8 +29,18 @@ def prepare() -> None:
     """Let SIGTERM do what Ctrl-C does, accept Ctrl-C even as a background process of a shell, and print any text."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOPPING:
         signal.signal(number, signal.default_int_handler)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block: in the middle of reading results, it would lose some."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 class Run:
@@ -51,7 +63,8 @@ class Run:
             try:
                 while self._waiting or self._running:
                     self._start_more(Path(folder))
-                    self._show()
+                    with uninterrupted():
+                        self._show()
                     time.sleep(0.1)
             except KeyboardInterrupt:
                 self.interrupted = True
@@ -97,9 +110,10 @@ class Run:
             for process in self._running:
                 process.wait(max(0, until - time.monotonic()))
         finally:  # also after another Ctrl-C
-            for process in list(self._running):
-                process.kill()
-                self._end(process)
+            with uninterrupted():
+                for process in list(self._running):
+                    process.kill()
+                    self._end(process)
 
 
 def _print_failures(failures: Iterable[Failure]) -> None:
