@@ -563,7 +563,7 @@ def test_segmentation_and_a_detector_are_explained(line, model):
 
 @pytest.mark.parametrize(
     ("microseconds", "seconds"),
-    [(1000, None), (None, 0.05)],  # real timeout: no batch runs before it
+    [(100_000, 60), (None, 0.05)],  # real timeout: no batch runs before it
 )
 def test_deadline_is_the_timeout_of_the_message_or_of_the_call(served, line, microseconds, seconds):
     given = {"timeout": microseconds} if microseconds else {}
@@ -573,6 +573,7 @@ def test_deadline_is_the_timeout_of_the_message_or_of_the_call(served, line, mic
     served.do(served.pipeline.batcher.resume)
 
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert microseconds is None or "the deadline" in caught.value.details() or "the timeout" in caught.value.details()
 
 
 def test_model_config_has_the_maximum_queue_delay(line):

@@ -26,7 +26,7 @@ from camserve_server.api.rpc import Call, Context, ServerState, rpc_scope, run_i
 from camserve_server.api.servicers.explain import explain
 from camserve_server.api.servicers.models import load_model, unload_model
 from camserve_server.api.streams import Received, serve_stream
-from camserve_server.core.errors import InvalidArgument, ServiceError
+from camserve_server.core.errors import DeadlineExceeded, InvalidArgument, ServiceError
 from camserve_server.models.values import ModelInfo
 from camserve_server.serving.explain import Pipeline
 
@@ -59,7 +59,11 @@ class InferenceServicer:
         began = clock()
         try:
             limited = replace(call, deadline=min(call.deadline, began + infer_request.timeout))
-            responses = await _explain_images(pipeline, request, infer_request, limited, wait=wait)
+            try:
+                async with asyncio.timeout(infer_request.timeout):  # gRPC knows only the call's own deadline
+                    responses = await _explain_images(pipeline, request, infer_request, limited, wait=wait)
+            except TimeoutError:
+                raise DeadlineExceeded("the timeout of the request has passed") from None
         except ServiceError:
             self._statistics.count_failure(infer_request.model, clock() - began)
             raise
