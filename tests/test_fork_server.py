@@ -9,6 +9,7 @@ import pytest
 
 import fork_server
 
+pytestmark = pytest.mark.slow
 SEES = """
 import __main__, json, os, sys, threading
 print(json.dumps({
@@ -44,14 +45,7 @@ def test_forked_program_sees_what_a_new_process_sees(tmp_path, monkeypatch):
     assert json.loads(forked.stdout) == json.loads(new.stdout)
 
 
-FAST_ENDINGS = {"a number", "a text", "an error", "exit functions"}
-"""Endings of which each goes its own way through the fork server."""
-
-
-@pytest.mark.parametrize(
-    "ending",
-    [pytest.param(ending, marks=() if ending in FAST_ENDINGS else pytest.mark.slow) for ending in ENDINGS],
-)
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_forked_program_ends_as_a_new_process_does(ending):
     forked, new = (run(ENDINGS[ending]) for run in (fork_server.run, run_anew))
 

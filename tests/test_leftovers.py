@@ -2,11 +2,14 @@
 
 import re
 
+import pytest
+
 import fork_server
 import leftovers
 from process_guard import RUN
 from support import alive, wait_until
 
+pytestmark = pytest.mark.slow
 SLEEP = "import time; time.sleep(3600)"
 PYTEST = """
 import sys

@@ -10,12 +10,13 @@ from unittest import mock
 
 import pytest
 from tools.suite import parts
-from tools.suite.process import Settings
+from tools.suite.process import NO_TESTS, Settings
 from tools.suite.results import Results
 from tools.suite.run import Run
 
 from support import wait_until
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 MIXED = """
 import pytest
@@ -226,10 +227,7 @@ def test_report_ends_with_the_failures_and_the_counts(project):
     assert shown.count("    3  a tool is not installed: apt-get install tool\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("choice", "count"),
-    [("fast", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("slow", 1), ("all", 2)))],
-)
+@pytest.mark.parametrize(("choice", "count"), [("fast", 1), ("slow", 1), ("all", 2)])
 def test_choice_of_tests_follows_the_marker(choice, count, project):
     source = "import pytest\n\ndef test_a(): pass\n\n@pytest.mark.slow\ndef test_b(): pass\n"
     code, shown = run(project(a=source), choice)
@@ -275,7 +273,6 @@ def test_ended_pytest_process_fails_and_leaves_no_process(any_project):
     wait_until(lambda: not is_running(int((root / "left").read_text())))
 
 
-@pytest.mark.slow
 def test_pytest_process_that_ends_without_an_error_fails_too(any_project):
     code, shown = run(any_project(ending="import os\n\ndef test_ends():\n    os._exit(0)\n"), "fast")
 
@@ -293,7 +290,7 @@ def test_error_of_pytest_itself_fails_and_is_shown(any_project):
     assert "a broken conftest" in shown
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_stops_its_tests_and_reports_the_rest(number, any_project):
     root = any_project(hanging=HANGING)
     with start(root, "fast") as process:
@@ -351,7 +348,6 @@ def test_tests_end_if_the_program_that_runs_them_is_killed(any_project, monkeypa
     assert not (root / "later").exists()
 
 
-@pytest.mark.slow
 def test_seed_shuffles_a_file_and_prepares_its_fixtures_once(project):
     root, orders = project(counted=COUNTED), []
     for seed in ("5", "5", "6"):
@@ -364,7 +360,6 @@ def test_seed_shuffles_a_file_and_prepares_its_fixtures_once(project):
     assert sorted(line for line in orders[0] if not line.isdecimal()) == ["prepare a", "prepare b"]
 
 
-@pytest.mark.slow
 def test_coverage_of_all_parts_is_measured(project):
     root = project(a="def test_a(): pass")
     code, _ = run(root, "fast", "--coverage")
@@ -383,6 +378,12 @@ def test_record_lists_the_files_that_take_a_second(tmp_path):
     assert parts.expected_seconds(tmp_path, "all") == {"tests/test_b.py": 3, "tests/test_a.py": 9}
 
 
+SPEEDS = {
+    "fast": "def test_a(): pass",
+    "mixed": "@pytest.mark.slow\ndef test_a(): pass",
+    "slow": "pytestmark = pytest.mark.slow",
+    "first": "pytestmark = [\n    pytest.mark.slow,\n    pytest.mark.asyncio,\n]",
+}
 FILES = [
     f"tests/{room}/test_{name}.py" for room in ("api", "core", "e2e", "robustness", "simulated") for name in "abcd"
 ]
@@ -429,19 +430,29 @@ def test_slow_marker_is_in_the_file_of_its_test():
     assert [path.name for path in others if "mark.slow" in path.read_text(encoding="utf-8")] == []
 
 
-@pytest.mark.slow  # imports all tests
 def test_runs_contain_every_file_in_which_pytest_finds_tests():
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    others = [f"--ignore={file}" for file in parts.find(ROOT, "all")]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *others]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
-    assert {line.partition("::")[0] for line in lines if "::" in line} <= set(parts.find(ROOT, "all"))
+    assert found.returncode == NO_TESTS, found.stdout
+
+
+def test_fast_runs_leave_out_files_whose_tests_are_all_slow(tmp_path):
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    for name, text in SPEEDS.items():
+        (folder / f"test_{name}.py").write_text(text)
+
+    assert list(parts.find(tmp_path, "fast")) == ["tests/test_fast.py", "tests/test_mixed.py"]
+    assert list(parts.find(tmp_path, "slow")) == ["tests/test_first.py", "tests/test_mixed.py", "tests/test_slow.py"]
+    assert len(list(parts.find(tmp_path, "all"))) == len(SPEEDS)
 
 
 def flaky(root, *arguments):
     return run(root, *arguments, program="find_flaky")
 
 
-@pytest.mark.slow
 def test_flaky_test_is_reported_with_its_runs_and_its_output(project):
     root = project(flaky=EVERY_SECOND, good="def test_good(): pass", bad="def test_bad(): assert False")
     code, shown = flaky(root, "--runs", "4", "--busy", "0", "--seed", "7")
@@ -454,7 +465,6 @@ def test_flaky_test_is_reported_with_its_runs_and_its_output(project):
     assert re.search(r"run 2, SEED=8:\n_+ \S+test_fails_in_every_second_run \(call\) _+\n.*?assert", shown, re.DOTALL)
 
 
-@pytest.mark.slow
 def test_runs_have_one_core_beside_a_busy_program(project):
     root = project(busy=BUSY)
     code, shown = flaky(root, "--runs", "1", "--busy", "1", "--cores", "1")
@@ -465,7 +475,6 @@ def test_runs_have_one_core_beside_a_busy_program(project):
     wait_until(lambda: not is_running(int((root / "found").read_text().split()[0])))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_busy_programs_end_however_the_run_ends(number, project, monkeypatch):
     root = project(busy=f"{BUSY}    threading.Event().wait()\n")

@@ -1,6 +1,6 @@
 """Fuzz tests: random images and messages are answered or refused, and do no harm.
 
-Mutants of images and messages are sent to a whole server: 60 of each, 800 in the slow tests, and those of `corpus`.
+Mutants of images and messages are sent to a whole server: 60 of each, 400 in the slow tests, and those of `corpus`.
 Hypothesis tests the two entry points directly: the readers of requests and the decoder of images.
 All inputs are the same in every run, except in `make fuzz`: FUZZ_SEED selects other mutants, 5,000 of each, and other
 examples.
@@ -27,7 +27,7 @@ from camserve_server.metrics import METRICS
 from robustness import error_checks, fields, fuzzing, mutations, process_audit, raster_files
 from support import serving
 
-COUNT = 5000 if "FUZZ_SEED" in os.environ else 800
+COUNT = 5000 if "FUZZ_SEED" in os.environ else 400
 FUZZING = settings(
     max_examples=200 if "FUZZ_SEED" in os.environ else 100,
     deadline=None,

@@ -14,7 +14,7 @@ from camserve_server.core import devices
 from camserve_server.engine import Engine
 from camserve_server.engine.values import Row
 from camserve_server.imaging.values import Box, View
-from camserve_server.methods import METHODS, Attention, Baseline, Cam, cams, surrogate
+from camserve_server.methods import METHODS, Attention, Baseline, Cam, cams
 from camserve_server.methods.values import MethodCall
 from camserve_server.metrics import METRICS
 from camserve_server.models.values import Randomised
@@ -33,6 +33,8 @@ from methods.tools import call, error_ratio, exact, explain, job, noise, plain, 
 from simulated.device import RECORD, Simulated, register
 from support import wait_until
 
+pytestmark = pytest.mark.slow
+
 RESNET = "resnet=simulated.nets:resnet?size=64"
 VIT = "vit=simulated.nets:vit?size=64"
 SEGMENTERS = {
@@ -48,16 +50,6 @@ FEW = {"samples": 3, "steps": 3, "scales": 2, "top_channels": 4, "window": 0.5, 
 CLASSIFYING = [name for name in METHODS if not METHODS[name].tasks]
 """Methods of classifiers. The rows of drise are those of rise on the GPU; it reads their objects on the host."""
 COMPUTED = [name for name in CLASSIFYING if not isinstance(METHODS[name], Baseline)]
-SAME_ROWS = ("sscam", "iscam", "deconvnet", "guided_gradcam")
-"""Methods whose rows on the GPU are like those of scorecam, guided_backprop and gradcam."""
-
-
-def slow_if_fitted(names, others=()):
-    """Mark the methods that fit a linear model on the host: their rows are those of rise, and Captum takes seconds."""
-    return [
-        pytest.param(name, marks=pytest.mark.slow) if METHODS[name].needs == surrogate.NEEDS or name in others else name
-        for name in names
-    ]
 
 
 def quick(name):
@@ -110,7 +102,7 @@ def without_collector():
 # ----------------------------------------------------------------------------------------------- the answers of the CPU
 
 
-@pytest.mark.parametrize("name", slow_if_fitted(CLASSIFYING, SAME_ROWS))
+@pytest.mark.parametrize("name", CLASSIFYING)
 def test_method_gives_the_maps_of_the_cpu(pair, name):
     cpu, gpu = pair(model_for(name))
 
@@ -124,7 +116,7 @@ def test_method_gives_the_maps_of_the_cpu(pair, name):
         check_equal(result, answer, cpu)
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_gives_the_map_of_the_cpu_in_the_same_precision(pair, precision):
     cpu, gpu = pair(f"{RESNET}&precision={precision}")
     result, expected, truth = (
@@ -148,9 +140,7 @@ def test_half_precision_gives_the_map_of_the_cpu_in_the_same_precision(pair, pre
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "name", ["gradcam", *(pytest.param(each, marks=pytest.mark.slow) for each in ("saliency", "occlusion"))]
-)
+@pytest.mark.parametrize("name", ["gradcam", "saliency", "occlusion"])
 def test_target_of_a_classifier_gives_the_maps_of_the_cpu(pair, target, name):
     cpu, gpu = pair(RESNET)
 
@@ -162,7 +152,7 @@ def test_target_of_a_classifier_gives_the_maps_of_the_cpu(pair, target, name):
 
 
 @pytest.mark.parametrize("wanted", ["rank", "box", "class"])
-@pytest.mark.parametrize("name", ["toy", pytest.param("lraspp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", SEGMENTERS)
 def test_segmentation_gives_the_maps_of_the_cpu(pair, name, wanted):
     cpu, gpu = pair(SEGMENTERS[name])
     size = cpu.info.preprocess.size
@@ -181,7 +171,7 @@ def test_segmentation_gives_the_maps_of_the_cpu(pair, name, wanted):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", ["toy", pytest.param("ssdlite", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", DETECTORS)
 def test_detection_gives_the_maps_of_the_cpu(pair, name):
     cpu, gpu = pair(DETECTORS[name])
     image = noise(4, cpu.info.preprocess.size[0])
@@ -262,7 +252,7 @@ def test_layer_inspection_equals_that_of_the_cpu(pair, kind):
 # ---------------------------------------------------------------------------------------------------------- host waits
 
 
-@pytest.mark.parametrize("name", slow_if_fitted(COMPUTED, SAME_ROWS))
+@pytest.mark.parametrize("name", COMPUTED)
 def test_batch_of_many_rows_waits_no_more_often_than_one_of_few_and_leaves_nothing(pair, name):
     """The rows of one image, and of two, in one batch; of every kind of batch that the method has."""
     cpu, gpu = pair(model_for(name))

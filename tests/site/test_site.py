@@ -21,10 +21,20 @@ OF_CONTENT = [
     *("duplicate-id-aria", "empty-heading", "heading-order", "image-alt", "link-name"),
     *("scrollable-region-focusable", "svg-img-alt"),
 ]
-# An element with text, and the one around it: what its colours and its markup depend on.
-KINDS = """() => [...document.querySelectorAll("body *")]
-  .filter((node) => [...node.childNodes].some((child) => child.nodeType === Node.TEXT_NODE && child.data.trim()))
-  .map((node) => [node.parentElement, node].map((each) => `${each.tagName}.${each.className}`).join(" > "))"""
+# The first element of each kind that has text. A kind is a tag with its class, and those of the element around it: what
+# its colours and its markup depend on.
+FIRST_OF_KINDS = """
+  const first = {};
+  for (const node of document.querySelectorAll("body *"))
+    if ([...node.childNodes].some((child) => child.nodeType === Node.TEXT_NODE && child.data.trim()))
+      first[[node.parentElement, node].map((each) => `${each.tagName}.${each.className}`).join(" > ")] ??= node;
+"""
+KINDS = f"() => {{ {FIRST_OF_KINDS} return Object.keys(first) }}"
+CONTRAST = f"""async (kinds) => {{
+  {FIRST_OF_KINDS}
+  const options = {{ resultTypes: ["violations"], runOnly: ["color-contrast"] }};
+  return (await axe.run(kinds.map((kind) => first[kind]), options)).violations;
+}}"""
 
 pytestmark = [
     pytest.mark.slow,  # every page is opened
@@ -107,18 +117,22 @@ def test_search_finds_the_page_of_a_subject(opened, words, wanted):
     assert f"/{wanted}" in found[:10]
 
 
-def violations(page, rules=None, part="html"):
-    options = {"resultTypes": ["violations"], **({"runOnly": rules} if rules else {})}
+def violations(page, part, **options):
+    options |= {"resultTypes": ["violations"]}
     found = page.evaluate("async ([part, options]) => (await axe.run(part, options)).violations", [part, options])
+    return first_nodes(found)
+
+
+def first_nodes(found):
     return {rule["id"]: rule["nodes"][0]["html"][:300] for rule in found}
 
 
 def covering(kinds):
-    """Return pages that together have all kinds of elements: each adds the most for its size."""
-    chosen, missing = [], set().union(*kinds.values())
+    """Return pages that together have all kinds of elements, each with those that it adds, the most for its size."""
+    chosen, missing = {}, set().union(*kinds.values())
     while missing:
         name = max(kinds, key=lambda name: len(kinds[name] & missing) / (SITE / name).stat().st_size)
-        chosen.append(name)
+        chosen[name] = sorted(kinds[name] & missing)
         missing -= kinds[name]
     return chosen
 
@@ -131,25 +145,26 @@ def test_pages_are_accessible_and_never_scroll_sideways_on_a_narrow_screen(opene
         page.goto(f"{address}/{name}")
         page.add_script_tag(url=f"{address}/{AXE.name}")
 
+    def note(name, found):
+        if found:
+            faults[name] = found
+
     for name in PAGES:
         page.set_viewport_size(DESKTOP)
         show(name)
         kinds[name] = set(page.evaluate(KINDS))
-        if found := violations(page, OF_CONTENT, "article"):
-            faults[name] = found
+        note(name, violations(page, "article", runOnly=OF_CONTENT))
         page.set_viewport_size(NARROW)
         width = page.evaluate("document.documentElement.scrollWidth")
         if width != NARROW["width"]:
             wide[name] = width
     page.set_viewport_size(DESKTOP)
-    for name in covering(kinds):
+    for name, new in covering(kinds).items():
         show(name)
-        if found := violations(page):
-            faults[f"{name} (all rules)"] = found
-        page.emulate_media(color_scheme="dark")
-        if found := violations(page, ["color-contrast"]):  # dark mode changes nothing but colours
-            faults[f"{name} (dark)"] = found
-        page.emulate_media(color_scheme="light")
+        note(f"{name} (all rules)", violations(page, "html", rules={"color-contrast": {"enabled": False}}))
+        for scheme in ("dark", "light"):  # dark mode changes nothing but colours
+            page.emulate_media(color_scheme=scheme)
+            note(f"{name} ({scheme})", first_nodes(page.evaluate(CONTRAST, new)))
 
     assert (faults, wide) == ({}, {})
 

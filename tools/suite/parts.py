@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 FOLDERS = ("tests", "service/camserve_server", "clients/python/camserve")
 SECONDS = "tools/suite/seconds.json"
+ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow", re.MULTILINE)
 GENERATED = "_sync"  # folder whose examples are slow: conftest.py marks them
 
 CHOICES = {"fast": "not slow and not search", "slow": "slow and not search", "all": "not search"}
@@ -57,11 +59,12 @@ def _group(file: str) -> str:
 
 
 def find(root: Path, choice: str) -> Iterator[str]:
-    """Yield the files with tests or examples; of those without a slow test, none if only slow tests are chosen."""
+    """Yield the files with tests or examples, but no file of which all tests have the other marker."""
     for path in sorted(each for folder in FOLDERS for each in (root / folder).rglob("*.py") if "_pb2" not in each.name):
         text = path.read_text(encoding="utf-8")
         has_slow = "mark.slow" in text or GENERATED in path.parts
-        if (path.name.startswith("test_") or ">>> " in text) and (choice != "slow" or has_slow):
+        chosen = {"fast": not ALL_SLOW.search(text), "slow": has_slow, "all": True}[choice]
+        if chosen and (path.name.startswith("test_") or ">>> " in text):
             yield path.relative_to(root).as_posix()
 
 
