@@ -2,10 +2,13 @@
 
 import gc
 import logging
+import random
 import shutil
 import sys
+import zlib
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +31,24 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef):
+    seed(fixturedef.argname)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item):
+    seed(item.nodeid)
+
+
+def seed(name):
+    """Seed the global generators: random weights, some of which are unfit for a test, depend on no test before it."""
+    number = zlib.crc32(name.encode())
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002 -- libraries draw from it
+    torch.manual_seed(number)
 
 
 @pytest.fixture(scope="module", autouse=True)
