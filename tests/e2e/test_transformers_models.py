@@ -60,12 +60,11 @@ METHODS = (
 @pytest.mark.parametrize(
     ("family", "methods"),
     [
-        ("rt_detr", METHODS[::2]),
         ("segformer", METHODS[1::2]),
         *(
             pytest.param(name, methods, marks=pytest.mark.slow)
             for name, methods in (
-                ("rt_detr", METHODS[1::2]),
+                ("rt_detr", METHODS),
                 ("segformer", METHODS[::2]),
                 ("detr", METHODS[1::2]),
                 ("yolos", METHODS),

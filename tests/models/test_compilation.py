@@ -26,6 +26,8 @@ from camserve_server.targets.values import ClassTarget
 from coloured import Finder
 from methods.tools import CAMS, call, error_ratio, exact, gap, noise, run
 
+pytestmark = pytest.mark.slow  # nothing is compiled by default
+
 SIDE = 32
 BATCHES = (1, 2, 11)
 """One row, several, and more than while the model was compiled."""
@@ -112,7 +114,7 @@ def load(make=Tower, **options):
 
 @pytest.fixture(
     scope="module",
-    params=["traced", *(pytest.param(precision, marks=pytest.mark.slow) for precision in ("float32", "bfloat16"))],
+    params=["traced", "float32", "bfloat16"],
 )
 def pair(request):
     """Return a compiled model and the same model uncompiled; in bfloat16, in the other memory layout."""
@@ -229,15 +231,12 @@ def noexec(tmp_path):
 @pytest.mark.skipif(not find_spec("triton"), reason=needs.TRITON)
 @pytest.mark.parametrize(
     "environment",
-    [{}]
-    + [
-        pytest.param(environment, marks=pytest.mark.slow)
-        for environment in [
-            {"CC": "/nowhere/gcc"},
-            {"PATH": "/nowhere"},
-            *({name: "{noexec}"} for name in ("HOME", "TRITON_HOME", "TRITON_CACHE_DIR", "TMPDIR")),
-            {"TORCHINDUCTOR_CACHE_DIR": "{noexec}"},
-        ]
+    [
+        {},
+        {"CC": "/nowhere/gcc"},
+        {"PATH": "/nowhere"},
+        *({name: "{noexec}"} for name in ("HOME", "TRITON_HOME", "TRITON_CACHE_DIR", "TMPDIR")),
+        {"TORCHINDUCTOR_CACHE_DIR": "{noexec}"},
     ],
     ids=lambda environment: "".join(environment) or "nothing",
 )

@@ -1,5 +1,6 @@
 """The embedded network and its labels are those of timm and torchvision, which a server need not import for them."""
 
+import pytest
 import timm
 import torch
 import torchvision
@@ -50,6 +51,7 @@ def test_random_weights_of_the_embedded_network_are_those_that_timm_draws():
     assert all(map(torch.equal, ours.state_dict().values(), network.state_dict().values()))
 
 
+@pytest.mark.slow
 def test_embedded_model_folds_the_norms_that_are_folded_in_timms():
     lite0, network = models.load(parse("efficientnet_lite0?size=64")), theirs()
     network.load_state_dict(lite0.module.state_dict())

@@ -19,6 +19,8 @@ from models.image_text_folders import KINDS, TOKENS, save
 
 hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
 
+pytestmark = pytest.mark.slow  # hostile folders of models without a tokenizer are in test_hostile_model_folders
+
 FILE, SETTINGS, CONFIG = "tokenizer.json", "tokenizer_config.json", "config.json"
 PUNCTUATION = "".join(map("\\{}".format, string.punctuation))
 

@@ -13,6 +13,8 @@ from robustness import held_calls, nets
 from robustness import test_expansion as expansion
 from server_process import server_process
 
+pytestmark = pytest.mark.slow  # servers that receive hundreds of MiB
+
 MIB = 2**20
 MODEL, TESTS = nets.TINY, Path(__file__).parents[1]
 FLAGS = ("--threads", "1", "--http-address", "0")
@@ -102,7 +104,6 @@ def test_many_large_messages_at_once_stay_within_the_memory_limits(kind, count, 
     assert finished <= MAX_GROWTH
 
 
-@pytest.mark.slow
 def test_server_without_the_limits_takes_more_memory():
     """Control: the measurement finds the memory of a single message of less than half the largest size."""
     with server_process((MODEL,), *FLAGS, forked=True, cwd=TESTS, program=UNLIMITED) as server:
@@ -112,7 +113,6 @@ def test_server_without_the_limits_takes_more_memory():
     assert grown > MAX_GROWTH
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "count"), KINDS)
 def test_server_that_receives_any_number_of_messages_at_once_takes_more_memory(kind, count):
     """Control: without the limit on messages that are received, the server keeps them all."""
