@@ -210,9 +210,11 @@ def wait_until(condition):  # to import `support` takes seconds
     while not condition():
         os.sched_yield()
 
+def tasks():
+    return [task for task in Path("/proc/self/task").iterdir() if task.name not in before]
+
 def times():
-    stats = {task.name: task.joinpath("stat").read_text().rpartition(")")[2].split()
-             for task in Path("/proc/self/task").iterdir() if task.name not in before}
+    stats = {task.name: task.joinpath("stat").read_text().rpartition(")")[2].split() for task in tasks()}
     return {name: (stat[0], int(stat[11]) + int(stat[12])) for name, stat in stats.items()}
 
 def spin():
@@ -226,15 +228,16 @@ def compute():
     torch.ones(4096, 256).exp_()
 
 torch.set_num_threads(2)
-before = {task.name for task in Path("/proc/self/task").iterdir()}
+before = ()
+before = {task.name for task in tasks()}
 compute()
 spin()
 team = spinning._SleepingTeam()
-wait_until(lambda: len(times()) >= 2 + torch.get_num_threads())
+wait_until(lambda: len(tasks()) >= 2 + torch.get_num_threads())
 compute()
 sleep()
 team.end()
-wait_until(lambda: not team.thread.is_alive())
+wait_until(lambda: len(tasks()) < torch.get_num_threads())  # OpenMP counts a team until its thread is gone
 compute()
 spin()
 print("as expected")
