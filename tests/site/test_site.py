@@ -50,7 +50,7 @@ CONTRAST = """async (kinds) => {
 }"""
 
 pytestmark = [
-    pytest.mark.slow,  # every page is opened
+    pytest.mark.slow,  # a browser shows the text of every page
     pytest.mark.skipif(not PAGES, reason=needs.SITE),
     pytest.mark.skipif(CHROMIUM is None, reason=needs.CHROMIUM),
     pytest.mark.skipif(not AXE.exists(), reason=needs.AXE),
