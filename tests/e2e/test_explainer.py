@@ -203,7 +203,7 @@ def test_transform_makes_the_input_of_a_pil_image(network):
     assert all(isinstance(image, Image.Image) for image in inputs)
     assert np.array_equal(result_map, expected)
     assert result.photo == usual.photo  # the part of the photo on which the map is drawn
-    assert len(inputs) == 3  # the first is the trial of the constructor
+    assert len(inputs) == 4  # the first two are trials of the constructor
 
 
 @pytest.mark.slow

@@ -21,10 +21,11 @@ from camserve_server.core import config
 from camserve_server.core.errors import ConfigError, ServiceError, did_you_mean
 from camserve_server.core.hardware import cores
 from camserve_server.imaging import inputs
+from camserve_server.imaging.transforms import Transform
 from camserve_server.models import ModelSpec, Source, TextTower, parse, search_current_folder, spec_of_network
 from camserve_server.models.heads import Output
 from camserve_server.models.live import unwrap
-from camserve_server.models.source import IMAGENET_MEAN, IMAGENET_STD
+from camserve_server.models.source import IMAGENET_MEAN, IMAGENET_STD, Labels, names_of
 from camserve_server.models.values import DeclaredTask
 
 if TYPE_CHECKING:
@@ -39,13 +40,14 @@ class NetworkOptions(TypedDict, total=False):
         size: Height and width of the input in pixels, or one number for both. Default: the size that `transform`
             returns, else 224.
         crop: Share of the photo's shorter side to keep around its centre, up to 1; "whole" squashes the whole photo
-            into the input. Default: 0.875, or "whole" with a `transform`.
+            into the input. Default: 0.875, or the part that a `transform` shows.
         mean: Mean of each channel, RGB from 0 to 1. Default: ImageNet's.
         std: Standard deviation of each channel. Default: ImageNet's.
-        labels: Labels of the classes, in the order of the logits.
+        labels: Labels of the classes, in the order of the logits; or a mapping such as `config.id2label` of
+            transformers or `class_to_idx` of torchvision.
         transform: Function that turns a photo into the input [3, H, W], instead of a resize, a crop and a
-            normalisation. It gets a PIL image, or a uint8 array [height, width, 3] if it fails with an image. `crop`
-            then describes the part of the photo that the input shows, so that heatmaps are drawn in the right place.
+            normalisation, such as a transform of torchvision or Albumentations, or an image processor of
+            transformers. It gets a PIL image; if it fails with that, a uint8 array [height, width, 3].
         output: Key, attribute or index of the output to explain, if the network has several; or a function that turns
             the network's output into logits [B, classes].
         task: Task of the network, such as "multilabel", or "binary" for one logit for two classes. Default:
@@ -68,8 +70,8 @@ class NetworkOptions(TypedDict, total=False):
     crop: inputs.Crop | None
     mean: Sequence[float]
     std: Sequence[float]
-    labels: Sequence[str]
-    transform: inputs.Transform | None
+    labels: Labels
+    transform: Transform | None
     output: Output | str | int | None
     task: DeclaredTask | None
     accelerate: bool
@@ -225,7 +227,7 @@ def _spec_of(network: nn.Module, options: NetworkOptions) -> ModelSpec:
         options.get("std", IMAGENET_STD),
         options.get("transform"),
     )
-    labels = tuple(options.get("labels", ()))
+    labels = names_of(options.get("labels"))
     text = options.get("text")
     task = options.get("task") or ("embed" if text else None)
     source = Source(network, preprocess, labels, task, options.get("output"), text)

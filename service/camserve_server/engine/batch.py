@@ -103,7 +103,7 @@ def forward(model: LoadedModel, inputs: Tensor) -> Outputs:
     """Run a model; return its outputs in float32."""
     info = model.info
     with record_embeddings(model.module, info.embedding) as embeddings, in_precision(model):
-        values = tasks.values_of(model.module(inputs.to(model.dtype)), info.task).float()
+        values = tasks.values_of(model.module(inputs.to(model.dtype)), info.task, len(inputs)).float()
     return Outputs(info, values, embeddings[-1].float() if embeddings else None)
 
 

@@ -1,35 +1,38 @@
 """Inputs made by users: with their own transform, or as tensors in place of photos."""
 
 import io
+import logging
 import math
 import struct
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 
 from camserve_server.core.arrays import Input, Map, Photo
 from camserve_server.core.errors import ConfigError, FailedPrecondition, InvalidArgument
 from camserve_server.imaging import channels as raw
-from camserve_server.imaging import images
+from camserve_server.imaging import images, transforms
+from camserve_server.imaging.transforms import ArrayTransform, Transform
 from camserve_server.imaging.values import Box, Preprocess
+
+log = logging.getLogger(__name__)
 
 Size: TypeAlias = tuple[int, int]
 Crop: TypeAlias = float | Literal["whole"]
-Transform: TypeAlias = Callable[[Any], Any]
-"""A PIL image, or a uint8 array [height, width, 3] -> an input [C,H,W] or [1,C,H,W]."""
-
 SIDE = 224
 """Default side of an input, in pixels."""
 CROP = 0.875
 """Default share of a photo's shorter side that a centre crop keeps: 224 of 256 pixels."""
 
 _TRIAL_SIZE = (240, 320)  # height and width of the picture that a transform is tried with
+_SIZES = 256  # sizes of photos for which the part that a transform shows is remembered
 _CHUNK = b"caMi"  # type of a private PNG chunk, which other programs ignore
 _CHUNK_HEADER = struct.Struct(">I4s")
 _SIGNATURE_BYTES, _CRC_BYTES = 8, 4  # of a PNG: before its first chunk, and at the end of each chunk
@@ -42,10 +45,12 @@ class Prepare:
     Attributes:
         plain: preprocessing without either; its crop defines the part of a photo that a transform's input shows.
         transform: the user's transform, or None.
+        shown: returns the part of a photo of a size that the transform's input shows; None if `plain` defines it.
     """
 
     plain: Preprocess
-    transform: Transform | None = None
+    transform: ArrayTransform | None = None
+    shown: Callable[[Size], Box] | None = None
 
     def __call__(self, photo: Photo, data: bytes, value_range: tuple[float, float] | None) -> tuple[Input, Box]:
         """Return the input, and the part of the photo that it shows, as `camserve_server.imaging.values.Prepare`."""
@@ -55,7 +60,7 @@ class Prepare:
         if self.transform is None:
             return images.fit(photo, replace(self.plain, value_range=value_range))
         try:
-            image = _as_input(self.transform(photo))
+            image = self.transform(photo)
         except Exception as error:  # a user's function may raise anything
             raise FailedPrecondition(f"the transform failed: {type(error).__name__}: {error}") from error
         if image.shape != (*self.plain.size, self.plain.channels):
@@ -63,7 +68,13 @@ class Prepare:
             raise FailedPrecondition(
                 f"the transform made an input of {_describe_size(image.shape)}, and the size is {expected}"
             )
-        return image, images.visible_box(size, self.plain)
+        return image, self._shown(size)
+
+    def _shown(self, size: Size) -> Box:
+        if self.shown is not None:
+            with suppress(ValueError):  # a photo of extreme proportions
+                return self.shown(size)
+        return images.visible_box(size, self.plain)
 
 
 def preprocess_of(
@@ -78,7 +89,7 @@ def preprocess_of(
     Args:
         size: height and width of the input, or one number for both; None for the size of the transform's inputs.
         crop: share of the photo's shorter side to keep around its centre, or "whole" to squash the whole photo. None
-            for the default crop, or for the whole photo if there is a transform.
+            for the default crop, or for the part that the transform shows.
         mean: for each channel, subtracted from values 0 to 1: RGB, if there are three.
         std: for each channel, the divisor after that.
         transform: function that makes the inputs instead.
@@ -100,43 +111,37 @@ def preprocess_of(
         raise ConfigError(f"the transform makes inputs of {_describe_size(made_size)}, and size={size} says otherwise")
     share = crop or ("whole" if transform else CROP)
     plain = Preprocess(input_size, _resize(input_size, share), "bilinear", means, stds)
-    return replace(plain, prepare=Prepare(plain, array_transform))
+    shown = None
+    if array_transform and not crop and _measured(array_transform, len(means)):
+        shown = lru_cache(_SIZES)(partial(transforms.shown_part, array_transform, channels=len(means)))
+    return replace(plain, prepare=Prepare(plain, array_transform, shown))
 
 
-def _try_transform(transform: Transform, channels: int) -> tuple[Transform, tuple[int, int, int]]:
+def _try_transform(transform: Transform, channels: int) -> tuple[ArrayTransform, tuple[int, int, int]]:
     """Try a transform on a picture; return it as a function of uint8 arrays, and the shape [H,W,C] of its inputs.
 
     Raises:
-        ConfigError: the transform fails both with a PIL image and with an array, or does not return an input.
+        ConfigError: the transform fails, or does not return an input.
     """
-    photo = np.full((*_TRIAL_SIZE, channels), 128, np.uint8)
-    failures = []
-    for array_transform in (_with_pil(transform), transform):
-        try:
-            height, width, made = _as_input(array_transform(photo)).shape
-        except Exception as error:  # noqa: BLE001 -- a user's function may raise anything
-            failures.append(f"{type(error).__name__}: {error}")
-        else:
-            return array_transform, (height, width, made)
-    raise ConfigError(f"the transform fails with a PIL image ({failures[0]}) and with an array ({failures[1]})")
+    noise = np.random.default_rng(0).integers(0, 256, (*_TRIAL_SIZE, channels), np.uint8)
+    array_transform, made = transforms.as_array_transform(transform, noise)
+    if not np.array_equal(made, array_transform(noise), equal_nan=True):
+        log.warning("the transform makes another input of the same photo each time: is it that of a training?")
+    height, width, made_channels = made.shape
+    return array_transform, (height, width, made_channels)
 
 
-def _with_pil(transform: Transform) -> Transform:
-    return lambda array: transform(Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array))
-
-
-def _as_input(value: Any) -> Map:
-    """Return a tensor or array [C,H,W] or [1,C,H,W] in the engine's layout, float32 [H,W,C].
-
-    Raises:
-        ValueError: the value is not an input.
-    """
-    tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
-    if tensor.dim() == 4 and len(tensor) == 1:  # noqa: PLR2004 -- a batch of one
-        tensor = tensor[0]
-    if tensor.dim() != 3 or not tensor.is_floating_point():  # noqa: PLR2004 -- [C,H,W]
-        raise ValueError(f"{list(tensor.shape)} of {tensor.dtype} is not an input: expected a float tensor [C, H, W]")
-    return np.ascontiguousarray(tensor.float().permute(1, 2, 0).cpu().numpy())
+def _measured(transform: ArrayTransform, channels: int) -> bool:
+    """Return whether the part of a photo that a transform shows can be measured; if not, log why."""
+    try:
+        transforms.shown_part(transform, _TRIAL_SIZE, channels)
+    except Exception as error:  # noqa: BLE001 -- a user's function may raise anything
+        words = (
+            "heatmaps may be drawn in the wrong place, for it is not known which part of a photo the transform shows"
+        )
+        log.warning("%s (%s): crop= says it", words, error)
+        return False
+    return True
 
 
 def _resize(size: Size, crop: Any) -> int | Size:
@@ -174,7 +179,7 @@ def file_of(tensor: Tensor, preprocess: Preprocess) -> bytes:
         InvalidArgument: the tensor is not an input of the network.
     """
     try:
-        image = _as_input(tensor)
+        image = transforms.as_input(tensor)
     except ValueError as error:
         raise InvalidArgument(str(error), field="image") from error
     if image.shape != (*preprocess.size, preprocess.channels):

@@ -6,12 +6,14 @@ network that cannot be copied runs itself; after each batch its modes and flags 
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree  # flattens every output structure that torch knows
 
 from camserve_server.core.errors import ConfigError
 
@@ -77,6 +79,63 @@ def share_parameters(module: nn.Module) -> nn.Module:
         return module
     half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in module.parameters())
     return copied.float() if half else copied
+
+
+def used_by_copy(module: nn.Module, copied: nn.Module, shape: tuple[int, ...]) -> str | None:
+    """Return the name of a module of a network that its copy runs; None if the copy runs only its own.
+
+    A `forward` that was replaced on an instance, as by profilers and by tools for quantisation, may be a function that
+    holds the original module: copying copies no function. The copy would then run modules that have no hooks of ours,
+    and may be in training mode.
+
+    Args:
+        module: the network.
+        copied: its copy.
+        shape: shape of an input, [1,C,H,W]. If the copy does not run on it, nothing is known.
+    """
+    names = {id(part): name for name, part in module.named_modules()}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        names.setdefault(id(tensor), name.rpartition(".")[0])
+    used: list[str] = []
+    image = torch.zeros(shape)
+    if (first := next(copied.parameters(), None)) is not None:
+        image = image.to(first)
+    with ExitStack() as stack:
+        stack.enter_context(frozen(module))
+        stack.enter_context(frozen(copied))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for part in module.modules():
+            stack.enter_context(part.register_forward_pre_hook(lambda part, _: used.append(names[id(part)])))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_RecordTensors(names, used))
+        with suppress(Exception):  # a user's module may raise anything; the probe tells what it is
+            copied(image)
+    return used[0] if used else None
+
+
+class _RecordTensors(TorchFunctionMode):
+    """Records the names of tensors that torch's functions get inside the block."""
+
+    def __init__(self, names: Mapping[int, str], used: list[str]) -> None:
+        super().__init__()
+        self._names, self._used = names, used
+
+    def __torch_function__(
+        self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for part in pytree.tree_leaves((args, kwargs)):
+            if isinstance(part, Tensor) and id(part) in self._names:
+                self._used.append(self._names[id(part)])
+        return function(*args, **(kwargs or {}))
+
+
+def to_evaluation(module: nn.Module, device: str) -> nn.Module:
+    """Put a network into evaluation mode, without gradients for its parameters, on a device; return it."""
+    # What the calls return does not matter: `train` of many a network ends without `return self`.
+    module.eval()
+    module.requires_grad_(requires_grad=False)
+    module.to(device)
+    return module
 
 
 @contextmanager

@@ -4,8 +4,8 @@ import copy
 import hashlib
 import logging
 import re
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,18 @@ from torch import Tensor, nn
 from camserve_server.core.devices import restore_settings
 from camserve_server.core.errors import ConfigError
 from camserve_server.imaging.values import KeepAspect, Preprocess
-from camserve_server.models import checkpoint, detectors, live, probe, probe_cache, pyramid, stem, tasks, text
+from camserve_server.models import (
+    checkpoint,
+    detectors,
+    live,
+    probe,
+    probe_cache,
+    pyramid,
+    recomputation,
+    stem,
+    tasks,
+    text,
+)
 from camserve_server.models.acceleration import TIMED_ROWS, AcceleratedModel, AccelerationOptions, accelerate
 from camserve_server.models.hooks import has_forward_hooks, output_of
 from camserve_server.models.pickles import CorruptFileError, printable
@@ -67,9 +78,12 @@ class LoadedModel:
     text: TextTower | None = None
     runs_versions: dict[str, bool] = field(default_factory=dict)
 
-    def evaluation_mode(self) -> AbstractContextManager[None]:
-        """Keep the module in evaluation mode inside the block, if it is the caller's own network."""
-        return live.frozen(self.module) if self.is_callers_own else nullcontext()
+    @contextmanager
+    def evaluation_mode(self) -> Iterator[None]:
+        """Run without activation checkpointing inside the block, and the caller's own network in evaluation mode."""
+        own = live.frozen(self.module) if self.is_callers_own else nullcontext()
+        with recomputation.disabled(), own:
+            yield
 
     def for_pass(self, pass_: Pass) -> "LoadedModel":
         """Return the model that runs a pass: this one, or its accelerated copy, described for inputs of that size."""
@@ -161,10 +175,9 @@ def load(spec: ModelSpec, device: str = "cpu", *, rows: int = TIMED_ROWS) -> Loa
     source = build(spec)
     if spec.live is None:
         restore_settings()
-    elif source.module is spec.live.module:
-        with live.frozen(source.module):
-            return replace(_prepare(spec, source, device, rows), is_callers_own=True)
-    return _prepare(spec, source, device, rows)
+    is_callers_own = spec.live is not None and source.module is spec.live.module
+    with recomputation.disabled(), live.frozen(source.module) if is_callers_own else nullcontext():
+        return replace(_prepare(spec, source, device, rows), is_callers_own=is_callers_own)
 
 
 def _prepare(spec: ModelSpec, source: Source, device: str, rows: int) -> LoadedModel:
@@ -173,7 +186,7 @@ def _prepare(spec: ModelSpec, source: Source, device: str, rows: int) -> LoadedM
         _randomise_zeros(source.module)
         log.warning("model %s has random weights: its explanations mean nothing", spec.name)
     try:
-        module = source.module.eval().requires_grad_(requires_grad=False).to(device)
+        module = live.to_evaluation(source.module, device)
         labels = _read_labels(spec.labels) if spec.labels else source.labels
         preprocess = _with_size(detectors.preprocess_of(module, source.preprocess), spec.size)
         preprocess = stem.with_statistics(preprocess, spec)
@@ -201,7 +214,7 @@ def _frozen_tower(tower: TextTower | None, device: str) -> TextTower | None:
         return None
     if not isinstance(tower.encoder, nn.Module):
         raise ConfigError(f"the encoder of its texts is a {type(tower.encoder).__name__}, not a torch.nn.Module")
-    return replace(tower, encoder=tower.encoder.eval().requires_grad_(requires_grad=False).to(device))
+    return replace(tower, encoder=live.to_evaluation(tower.encoder, device))
 
 
 def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> ModelInfo:

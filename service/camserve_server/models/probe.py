@@ -75,7 +75,7 @@ def probe(
     """
     images, trial = layout_probe.images(size, channels).to(device), trial or Trial()
     with torch.enable_grad(), trial.recording(model), _record_outputs(model, _own_tensor) as calls:
-        scores = trial.scores(model, _run(model, images[:1].requires_grad_()))
+        scores = trial.scores(model, _run(model, images[:1].requires_grad_()), size)
         last = {name: outputs[-1] for name, outputs in calls.items()}
         trial.find_trunk(model, last)
         gradients = _gradients(scores, last)

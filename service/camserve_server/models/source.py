@@ -1,14 +1,20 @@
 """A network from a source, with its preprocessing and labels; and those of ImageNet."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from torch import nn
 
+from camserve_server.core.errors import ConfigError
 from camserve_server.imaging.values import Preprocess
 from camserve_server.models.heads import Output
 from camserve_server.models.text import TextTower
 from camserve_server.models.values import DeclaredTask
+
+Labels: TypeAlias = Iterable[Any] | Mapping[Any, Any]
+"""One label for each class; or a mapping from indices of classes to labels, as `id2label`, or from labels to them."""
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -55,3 +61,48 @@ class Source:
     output: Output | str | int | None = None
     text: TextTower | None = None
     queries: int = 0
+
+
+def names_of(labels: Labels | None) -> tuple[str, ...]:
+    """Return labels as texts, in the order of the classes; none for None.
+
+    Args:
+        labels: one for each class, in their order, such as texts, numbers or an array; or a mapping from the indices of
+            classes, such as `config.id2label` of transformers, or to them, such as `class_to_idx` of torchvision.
+
+    Raises:
+        ConfigError: it is a single text, or a mapping without each index once.
+
+    Example:
+        >>> from camserve_server.models.source import names_of
+        >>> names_of({0: "cat", 1: "dog"}), names_of({"dog": 1, "cat": 0}), names_of([3, 5])
+        (('cat', 'dog'), ('cat', 'dog'), ('3', '5'))
+    """
+    if labels is None:
+        return ()
+    if isinstance(labels, str | bytes):
+        raise ConfigError(f"labels={labels!r} is a single text: give one label for each class")
+    if isinstance(labels, Mapping):
+        labels = _in_order(labels)
+    elif hasattr(labels, "tolist"):  # an array or a tensor
+        labels = labels.tolist()
+    try:
+        return tuple(map(str, labels))
+    except TypeError as error:
+        raise ConfigError(f"labels={labels!r} is a {type(labels).__name__}: give one label for each class") from error
+
+
+def _in_order(labels: Mapping[Any, Any]) -> Iterable[Any]:
+    """Return the labels of a mapping in the order of their indices, which are its keys, or else its values."""
+    for pairs in (labels.items(), ((index, label) for label, index in labels.items())):
+        by_index = {_index_of(index): label for index, label in pairs}
+        if by_index.keys() == set(range(len(labels))):
+            return (by_index[index] for index in range(len(labels)))
+    raise ConfigError(f"labels is a mapping of {len(labels)}: its keys must be the indices 0 to {len(labels) - 1}")
+
+
+def _index_of(value: Any) -> int | None:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return None

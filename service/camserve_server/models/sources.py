@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import logging
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,9 +16,11 @@ from torch import nn
 
 from camserve_server.core import plugins
 from camserve_server.core.errors import ConfigError, did_you_mean
-from camserve_server.models import checkpoint, efficientnet_lite, heads, huggingface, live
-from camserve_server.models.source import IMAGENET_LABELS, LITE, Source
+from camserve_server.models import checkpoint, efficientnet_lite, heads, huggingface, live, recomputation
+from camserve_server.models.source import IMAGENET_LABELS, LITE, Source, names_of
 from camserve_server.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
 
 LIBRARIES = ("torchvision", "timm")
 """Sources that are libraries, in `zoo`."""
@@ -33,6 +36,9 @@ def build(spec: ModelSpec) -> Source:
     is_callers_own = spec.live is not None and source.module is spec.live.module
     if not is_callers_own:
         source = replace(source, module=live.unwrap_children(source.module))
+        recomputation.switch_off(source.module)
+    if spec.live is not None and not is_callers_own and _runs_modules_of(spec, source, spec.live.module):
+        is_callers_own, source = True, replace(source, module=spec.live.module)
     declared = spec.task or source.task
     output = heads.output_of(spec.output or source.output)
     if declared == "binary":
@@ -108,6 +114,23 @@ def _from_live(spec: ModelSpec) -> Source:
     return replace(source, module=module)
 
 
+def _runs_modules_of(spec: ModelSpec, source: Source, network: nn.Module) -> bool:
+    """Return whether the copy of a network runs modules of the network itself, as of a `forward` that was replaced.
+
+    Raises:
+        ConfigError: it does, and its parameters must not be shared.
+    """
+    size = (spec.size, spec.size) if spec.size else source.preprocess.size
+    used = live.used_by_copy(network, source.module, (1, source.preprocess.channels, *size))
+    if used is None:
+        return False
+    part = f"its module {used}" if used else "it"
+    if not spec.shared:
+        raise ConfigError(f"{spec.origin} cannot be copied: the copy of {part} runs the module that it was copied from")
+    log.info("model %s runs the network's own modules: the copy of %s would run them, too", spec.name, part)
+    return True
+
+
 def _from_package(spec: ModelSpec) -> Source:
     module = efficientnet_lite.EfficientNet(len(IMAGENET_LABELS) if spec.classes is None else spec.classes)
     if spec.weights == "default":
@@ -161,7 +184,7 @@ def _as_source(spec: ModelSpec, result: Any) -> Source:
             f"{spec.origin} made TorchScript, a program whose layers cannot be hooked: return the torch.nn.Module "
             "that it was made from, and give the program's state_dict() as weights=PATH"
         )
-    return replace(source, module=live.unwrap(source.module), labels=tuple(source.labels))
+    return replace(source, module=live.unwrap(source.module), labels=names_of(source.labels))
 
 
 def search_current_folder(spec: ModelSpec) -> None:

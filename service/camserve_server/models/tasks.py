@@ -1,5 +1,6 @@
 """Outputs of models by task: logits of classes, logits of every pixel, objects with boxes, or embeddings."""
 
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -18,15 +19,27 @@ OBJECT_KEYS = ("boxes", "labels", "scores")
 """Keys of each image's objects in the output of torchvision's detectors."""
 
 
-def task_of(output: Any) -> Task:
+LEAST_SHARE = 4
+"""Logits of every pixel have at least a quarter of the input's rows and columns; features of a backbone have fewer."""
+
+
+def task_of(output: Any, size: tuple[int, int] | None = None) -> Task:
     """Return the task of a model by its output: boxes, logits of every pixel, or logits of classes.
 
     Boxes are in a list of dictionaries, as torchvision's detectors return them. Logits of every pixel are the entry
-    "out" of a dictionary, as torchvision's segmentation models return them. Logits of classes may also be an attribute
-    `logits` of the output, as in transformers.
+    "out" of a dictionary, as torchvision's segmentation models return them, or have nearly the size of the input, as
+    those of a U-Net. Logits of classes may also be an attribute or entry `logits` of the output, as in transformers.
+
+    Args:
+        output: the output.
+        size: height and width of the input; None if no output is to be recognised by it.
     """
     if isinstance(output, Sequence) and output and all(_has_keys(item, OBJECT_KEYS) for item in output):
         return "detect"
+    tensor = None if size is None or _has_several_parts(output) else _main_tensor(output)
+    if size and tensor is not None and tensor.dim() == 4 and tensor.shape[2:].numel() > 1:  # noqa: PLR2004 -- [B,C,h,w]
+        rows, columns = tensor.shape[2:]
+        return "segment" if LEAST_SHARE * rows >= size[0] and LEAST_SHARE * columns >= size[1] else "classify"
     return "segment" if _has_keys(output, ("out",)) else "classify"
 
 
@@ -34,8 +47,13 @@ def _has_keys(output: Any, names: Sequence[str]) -> bool:
     return isinstance(output, Mapping) and all(name in output for name in names)
 
 
-def values_of(output: Any, task: Task) -> Tensor:
+def values_of(output: Any, task: Task, images: int | None = None) -> Tensor:
     """Return the output of a model as one tensor, in the form of `outputs.Outputs.values`.
+
+    Args:
+        output: the output.
+        task: the task.
+        images: the number of images in the batch; None if the output has one number for each.
 
     Raises:
         FailedPrecondition: the output has no tensor.
@@ -45,15 +63,38 @@ def values_of(output: Any, task: Task) -> Tensor:
     tensor = _main_tensor(output)
     if tensor is None:
         raise FailedPrecondition("the model returns no tensor of numbers")
-    return tensor
+    return tensor if task == "segment" else _rows(tensor, images)
+
+
+def _rows(tensor: Tensor, images: int | None) -> Tensor:
+    """Return an output with one row for each image, also that of a 1 × 1 convolution, or one that `squeeze` changed."""
+    if tensor.dim() == 4 and tensor.shape[2:].numel() == 1:  # noqa: PLR2004 -- [B,C,1,1]
+        return tensor.flatten(1)
+    if tensor.dim() > 1:
+        return tensor
+    return tensor.reshape(-1, 1) if images is None else tensor.reshape(images, -1)
 
 
 def _main_tensor(output: Any) -> Tensor | None:
     """Return an output's entry "out" or its logits, else its first floating-point tensor."""
     if _has_keys(output, ("out",)):
         return cast("Tensor", output["out"])
-    logits = getattr(output, "logits", None)
-    return logits if isinstance(logits, Tensor) else first_tensor(output)
+    logits = _logits(output)
+    return first_tensor(_parts(output)) if logits is None else logits
+
+
+def _logits(output: Any) -> Tensor | None:
+    """Return the tensor that an output names "logits", as an attribute or an entry; None without one."""
+    parts = _parts(output)
+    logits = parts.get("logits") if isinstance(parts, Mapping) else getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else None
+
+
+def _parts(output: Any) -> Any:
+    """Return a dataclass as the mapping of its fields; any other output as it is."""
+    if not dataclasses.is_dataclass(output) or isinstance(output, Mapping | type):
+        return output
+    return {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
 
 
 def _objects(detection: Mapping[str, Tensor]) -> Tensor:
@@ -107,15 +148,20 @@ class Trial:
             self._collectors = stack.enter_context(pyramid.record_collectors(model))
             yield
 
-    def scores(self, model: nn.Module, output: Any) -> Tensor:
+    def scores(self, model: nn.Module, output: Any, size: tuple[int, int] | None = None) -> Tensor:
         """Return scores [1, n] that together depend on the whole output for one image.
+
+        Args:
+            model: the model.
+            output: its output.
+            size: height and width of the image.
 
         Raises:
             ConfigError: the output does not fit the task.
         """
-        self.task = self._declared_task or task_of(output)
+        self.task = self._declared_task or task_of(output, size)
         self._values = values = _checked_values(output, self.task)
-        self._has_logits = isinstance(getattr(output, "logits", None), Tensor)
+        self._has_logits = _logits(output) is not None
         if self.task != "detect":
             self.classes = values.shape[1]
             return values.mean((2, 3)) if self.task == "segment" else values
@@ -179,23 +225,28 @@ def _checked_values(output: Any, task: Task) -> Tensor:
             raise ConfigError(
                 f"it is not a segmentation model: it returns {_description(output)}, not [batch, classes, h, w]"
             )
-    elif _has_several_parts(output) or _dims(output) != 2:  # noqa: PLR2004 -- [batch, classes]
-        raise ConfigError(f"it is not a classifier: it returns {_description(output)}, not [batch, classes]")
-    return values_of(output, task)
+    elif _has_several_parts(output) or _dims(output, rows=True) != 2:  # noqa: PLR2004 -- [batch, classes]
+        hint = "; task=segment explains classes of places" if _dims(output) == 4 else ""  # noqa: PLR2004 -- [B,C,h,w]
+        raise ConfigError(f"it is not a classifier: it returns {_description(output)}, not [batch, classes]{hint}")
+    return values_of(output, task, 1)
 
 
 def _has_several_parts(output: Any) -> bool:
-    return isinstance(output, dict | list) and not isinstance(getattr(output, "logits", None), Tensor)
+    parts = _parts(output)
+    return isinstance(parts, dict | list) and len(parts) > 1 and _logits(output) is None
 
 
-def _dims(output: Any) -> int:
+def _dims(output: Any, *, rows: bool = False) -> int:
     tensor = _main_tensor(output)
-    return tensor.dim() if isinstance(tensor, Tensor) else 0
+    if tensor is None:
+        return 0
+    return (_rows(tensor, 1) if rows else tensor).dim()
 
 
 def _description(output: Any) -> str:
-    if isinstance(output, Mapping) and len(output) > 1:
-        return f"several outputs ({', '.join(map(str, output))}: name one with output=)"
+    parts = _parts(output)
+    if isinstance(parts, Mapping) and len(parts) > 1:
+        return f"several outputs ({', '.join(map(str, parts))}: name one with output=)"
     if isinstance(output, list) and len(output) > 1:
         return f"{len(output)} outputs (name one by its index with output=)"
     tensor = _main_tensor(output)

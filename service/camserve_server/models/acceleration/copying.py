@@ -49,7 +49,9 @@ def copy_model(
     for pair, _, bias in folded:
         copied.get_submodule(pair.convolution).bias = _parameter(bias, dtype)
         copied.set_submodule(pair.norm, without_normalisation(copied.get_submodule(pair.norm)))
-    return copied.eval().requires_grad_(requires_grad=False)
+    copied.eval()  # these two may return nothing
+    copied.requires_grad_(requires_grad=False)
+    return copied
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:

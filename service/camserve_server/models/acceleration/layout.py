@@ -54,6 +54,17 @@ def set_layout(weights: Sequence[nn.Parameter], *, channels_last: bool) -> None:
         weight.data = weight.data.contiguous(memory_format=MEMORY_FORMATS[channels_last])
 
 
+def can_be_channels_last(module: nn.Module, info: ModelInfo) -> bool:
+    """Return whether a model runs on images that are channels last, as those with `x.view(len(x), -1)` do not."""
+    try:
+        with torch.no_grad():
+            module(noise_images(info, 1))
+    except Exception as error:  # noqa: BLE001 -- a user's module may raise anything; it has run on a contiguous image
+        log.info("model %s runs contiguous: not channels_last (%s)", info.name, error)
+        return False
+    return True
+
+
 def is_channels_last_faster(
     module: nn.Module,
     info: ModelInfo,

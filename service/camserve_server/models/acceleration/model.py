@@ -102,16 +102,18 @@ def accelerate(module: nn.Module, info: ModelInfo, options: AccelerationOptions)
     if not options.enabled:
         log.info("model %s runs without acceleration (accelerate=false)", info.name)
         return Acceleration(None, channels_last=False)
-    acceleration = None
+    acceleration, possible = None, layout.can_be_channels_last(module, info)
     one_size = not isinstance(info.preprocess.resize, KeepAspect)  # the copy's kernels are chosen for one size
     if info.task != "detect" and one_size and info.layers[info.default_layer].calls == 1:
         try:
-            acceleration = _accelerate(module, info, options)
+            acceleration = _accelerate(module, info, options, channels_last=possible)
         except Exception as error:  # noqa: BLE001 -- a user's model may raise anything; it can run without the copy
             _log_refusal(info, f"{type(error).__name__}: {error}")
     elif options.compile:
         _log_refusal(info, "it detects objects, its inputs vary in size, or it calls its default layer more than once")
-    return acceleration or Acceleration(None, layout.is_channels_last_faster(module, info, rows=options.rows))
+    if acceleration:
+        return acceleration
+    return Acceleration(None, possible and layout.is_channels_last_faster(module, info, rows=options.rows))
 
 
 def _log_refusal(info: ModelInfo, reason: str) -> None:
@@ -119,14 +121,18 @@ def _log_refusal(info: ModelInfo, reason: str) -> None:
     log.info("model %s runs %s: it cannot be accelerated (%s)", info.name, instead, reason)
 
 
-def _accelerate(module: nn.Module, info: ModelInfo, options: AccelerationOptions) -> Acceleration | None:
+def _accelerate(
+    module: nn.Module, info: ModelInfo, options: AccelerationOptions, *, channels_last: bool
+) -> Acceleration | None:
     dtype: torch.dtype = getattr(torch, info.precision)
-    image = layout.noise_images(info, 1)
+    image = layout.noise_images(info, 1, channels_last=channels_last)
     with torch.no_grad():
         plan = _plan(module, info, image, dtype)
         if dtype == torch.float32 and not (plan.has_work or options.compile):
             return None
         copied = _build(module, info, plan, dtype)
+        kernels = own_kernels(copied, module)
+        layout.set_layout(kernels, channels_last=channels_last)
 
         def error() -> str:
             output = output_of(copied, info.default_layer, image.to(dtype))
@@ -137,9 +143,8 @@ def _accelerate(module: nn.Module, info: ModelInfo, options: AccelerationOptions
             return None
         unpatched = OneDNNPatch(copied, (), set())
         patch = _patch(copied, module, plan.sites, error) or unpatched
-    channels_last = layout.is_channels_last_faster(
-        copied, info, own_kernels(copied, module), dtype=dtype, rows=options.rows
-    )
+    if channels_last:
+        channels_last = layout.is_channels_last_faster(copied, info, kernels, dtype=dtype, rows=options.rows)
     compiled = _compile(copied, info, dtype, patch, channels_last=channels_last) if options.compile else ()
     if compiled:
         patch = unpatched
