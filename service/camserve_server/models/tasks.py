@@ -233,7 +233,10 @@ def _checked_values(output: Any, task: Task) -> Tensor:
 
 def _has_several_parts(output: Any) -> bool:
     parts = _parts(output)
-    return isinstance(parts, dict | list) and len(parts) > 1 and _logits(output) is None
+    if not isinstance(parts, dict | list) or _logits(output) is not None:
+        return False
+    values = parts.values() if isinstance(parts, dict) else parts
+    return len(parts) > 1 or not all(isinstance(value, Tensor) for value in values)
 
 
 def _dims(output: Any, *, rows: bool = False) -> int:
