@@ -505,8 +505,9 @@ def test_random_weights_fetch_nothing_for_a_backbone(arch, monkeypatch):
 
 
 ANSWERS = {
-    "a segmentation's tensor": lambda t: t,
-    "a dict": lambda t: {"logits": t},
+    "a backbone's tensor": lambda t: nn.functional.avg_pool2d(t, 5),
+    "a dict with it": lambda t: {"logits": nn.functional.avg_pool2d(t, 5)},
+    "a dict of several": lambda t: {"first": t.mean((2, 3)), "second": t.mean((2, 3))},
     "a detector's boxes": lambda t: [{"boxes": t.flatten()[:12].reshape(3, 4)}],
     "words": lambda _t: "words",
 }
