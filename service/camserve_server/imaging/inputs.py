@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 Size: TypeAlias = tuple[int, int]
 Crop: TypeAlias = float | Literal["whole"]
+
 SIDE = 224
 """Default side of an input, in pixels."""
 CROP = 0.875

@@ -131,7 +131,7 @@ class _RecordTensors(TorchFunctionMode):
 
 def to_evaluation(module: nn.Module, device: str) -> nn.Module:
     """Put a network into evaluation mode, without gradients for its parameters, on a device; return it."""
-    # What the calls return does not matter: `train` of many a network ends without `return self`.
+    # The results of these calls are ignored: a network's own `train` may return nothing.
     module.eval()
     module.requires_grad_(requires_grad=False)
     module.to(device)
