@@ -73,7 +73,7 @@ class Prepare:
 
     def _shown(self, size: Size) -> Box:
         if self.shown is not None:
-            with suppress(ValueError):  # a photo of extreme proportions
+            with suppress(Exception):  # a photo of extreme proportions; or a user's function, which may raise anything
                 return self.shown(size)
         return images.visible_box(size, self.plain)
 
