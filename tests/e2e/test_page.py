@@ -33,7 +33,8 @@ TILES = """[...document.querySelectorAll(".channel canvas")].map((canvas) => {
 })"""
 SETTLED = """(maps) => new Promise((done) => {
   const look = () => {
-    if (document.querySelectorAll(".cell").length !== maps || document.querySelector(".rows.stale")) return;
+    const { childElementCount: underWay } = document.querySelector(".run"); // its progress, or that the maps are old
+    if (underWay || document.querySelectorAll(".cell").length !== maps) return;
     changes.disconnect();
     done();
   };
@@ -191,7 +192,10 @@ def drop(page, path):
 
 
 def choose_photo(page, name="chelsea", maps=1):
+    """Choose a photo and wait for its maps: until the page has read it, it shows those of the photo before it."""
+    page.evaluate("document.querySelector('.stage').firstChild.classList.add('before')")
     page.set_input_files("#files", PHOTOS[name])
+    page.locator(".stage > .before").wait_for(state="detached")
     explained(page, maps)
 
 
