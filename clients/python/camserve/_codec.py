@@ -566,6 +566,7 @@ def model(message: models_pb2.Model, labels: Iterable[str] = ()) -> Model:
     names = [field.name for field in fields(Model) if field.name not in {"labels", "state", "pyramid"}]
     values = {name: getattr(message, name) for name in names}
     values["input_channels"] = message.input_channels or _RGB  # an older server has models of RGB alone
+    values["independent_rows"] = message.independent_rows or not message.HasField("independent_rows")
     pyramid, state = tuple(message.pyramid), _decode_model_state(message.state)
     return Model(labels=tuple(labels), state=state, pyramid=pyramid, **values)
 

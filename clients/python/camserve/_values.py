@@ -203,6 +203,8 @@ class Model:
         accepts_texts: True if it compares images with texts: ``texts=`` and ``text(...)`` are for such models.
         pyramid: The layers of a detector's scales, the finest first; empty without several.
         input_channels: The number of channels of the input, 3 for RGB.
+        independent_rows: False if the output for an image depends on the other images of its batch, as with
+            a batch norm without running statistics. The model then runs one image at a time.
 
     Example:
         >>> model = client.model("efficientnet_lite0")
@@ -228,6 +230,7 @@ class Model:
     accepts_texts: bool = False
     pyramid: tuple[str, ...] = ()
     input_channels: int = 3
+    independent_rows: bool = True
 
 
 @dataclass(frozen=True, slots=True)

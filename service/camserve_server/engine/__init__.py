@@ -10,6 +10,7 @@ This package may import `metrics` and the packages below.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 from camserve_server.core.devices import device_for
 from camserve_server.core.errors import OutOfMemory
@@ -25,6 +26,7 @@ from camserve_server.engine import (
     score,
     text,
 )
+from camserve_server.engine.batch import find_unique_inputs, in_row_order
 from camserve_server.engine.inputs import apply_view, normalise
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.models import LoadedModel
@@ -85,12 +87,24 @@ class Engine:
             # Before the hooks of the captures: they capture what an intervention has changed.
             changes = intervene(model, pass_.interventions) if pass_.interventions else nullcontext()
             with self._context, model.evaluation_mode(), random_weights(model, pass_.randomised), changes:
-                return RUNS[pass_.kind](model.for_pass(pass_), pass_, rows)
+                run = partial(RUNS[pass_.kind], model.for_pass(pass_), pass_)
+                return run(rows) if model.info.independent_rows else _run_alone(run, rows)
         except Exception as error:
             if not self._device.is_out_of_memory(error):
                 raise
         # Raised after the block: as the context of our error, torch's would keep the tensors that fill the memory.
         raise OutOfMemory("the device has no memory for this", retry_after=1.0)
+
+
+def _run_alone(run: Callable[[Sequence[Row]], list[RowResult]], rows: Sequence[Row]) -> list[RowResult]:
+    """Run the rows of each input in a batch of their own."""
+    by_input: dict[int, list[int]] = {}
+    for index, input_index in enumerate(find_unique_inputs(rows).input_of_row):
+        by_input.setdefault(input_index, []).append(index)
+    results: dict[int, RowResult] = {}
+    for indices in by_input.values():
+        results |= zip(indices, run([rows[index] for index in indices]), strict=True)
+    return in_row_order(results)
 
 
 __all__ = ["RUNS", "Engine", "apply_view", "normalise"]

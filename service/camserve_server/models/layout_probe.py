@@ -26,6 +26,9 @@ from camserve_server.models.values import Layout
 IMAGE_COUNT = 4
 """Images of the probe: one without noise, and the same with noise that fades downward, to the right, or not at all."""
 
+PLAIN = 1
+"""Index of the image without noise. It has neighbours in the batch, so that a shift between images changes it."""
+
 NOISE = 0.1
 """Standard deviation of the noise, for image values from -1 to 1: small enough for layers to react linearly."""
 
@@ -98,7 +101,7 @@ def images(size: tuple[int, int], channels: int = 3) -> Tensor:
     image = torch.rand(1, channels, height, width, generator=generator) * 2 - 1
     noise = torch.randn(image.shape, generator=generator) * NOISE
     down, right = torch.linspace(1, 0, height).view(1, 1, -1, 1), torch.linspace(1, 0, width).view(1, 1, 1, -1)
-    return torch.cat([image, image + noise * down, image + noise * right, image + noise])
+    return torch.cat([image + noise * down, image, image + noise * right, image + noise])
 
 
 def read(output: Tensor, layouts: Iterable[Layout]) -> tuple[Reading, ...]:
@@ -119,7 +122,7 @@ def read(output: Tensor, layouts: Iterable[Layout]) -> tuple[Reading, ...]:
 def _read(output: Tensor, layout: Layout) -> Reading:
     grid = to_grid(output.detach(), layout)
     grid = grid[:, :: -(-grid.shape[1] // MAX_CHANNELS)]
-    down, right, everywhere = grid[1:] - grid[:1]
+    down, right, everywhere = grid[[0, 2, 3]] - grid[PLAIN]
     changes = torch.stack([down, everywhere - down, right, everywhere - right])
     largest = changes.square().sum(1).max().sqrt()
     threshold = (largest * ROUNDING).clamp(min=torch.finfo(torch.float32).tiny)

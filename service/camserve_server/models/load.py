@@ -222,6 +222,11 @@ def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> Mod
     if (probed.task, probed.classes) == ("classify", 1):
         words = "model %s has one output, whose softmax is always 1: set its task to binary, multilabel or regress"
         log.warning(words, spec.name)
+    if probed.dependence.mates:
+        log.warning("model %s runs one image at a time, which is slower: %s", spec.name, probed.dependence.mates)
+    if probed.dependence.run:
+        words = "model %s gives an image another output in each run, first of its module %s: is a dropout always on?"
+        log.warning(words, spec.name, probed.dependence.run)
     modules = [source.module, *([source.text.encoder] if source.text else [])]
     return ModelInfo(
         name=spec.name,
@@ -241,6 +246,7 @@ def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> Mod
         text=source.text.head(probed.classes) if source.text else None,
         pyramid=probed.pyramid,
         object_classes=probed.object_classes,
+        independent_rows=not probed.dependence.mates,
     )
 
 
@@ -305,6 +311,7 @@ def _probe(source: Source, device: str) -> Probed:
         embedding=tasks.embedding_layer(module, layers, classes) if trial.task in VECTOR_TASKS else "",
         pyramid=pyramid.find_scales(trial.graph, layers, is_trunk),
         object_classes=trial.object_classes,
+        dependence=trial.dependence,
     )
 
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # flattens every output structure that torch knows
 
+from camserve_server.core.devices import device_for
 from camserve_server.core.errors import ConfigError
-from camserve_server.models import grid, layout_probe
+from camserve_server.models import grid, independence, layout_probe
 from camserve_server.models.hooks import first_tensor
-from camserve_server.models.layout_probe import Reading
+from camserve_server.models.independence import Dependence
+from camserve_server.models.layout_probe import PLAIN, Reading
 from camserve_server.models.tasks import Trial
 from camserve_server.models.values import LayerInfo, Layout
 
@@ -74,12 +76,25 @@ def probe(
         ConfigError: the model does not run, or its output does not fit its task.
     """
     images, trial = layout_probe.images(size, channels).to(device), trial or Trial()
-    with torch.enable_grad(), trial.recording(model), _record_outputs(model, _own_tensor) as calls:
-        scores = trial.scores(model, _run(model, images[:1].requires_grad_()), size)
+    image = images[PLAIN : PLAIN + 1]
+    versions: dict[str, int] = {}
+
+    def keep(name: str, args: Any, output: Any) -> tuple[Tensor | None, Any]:
+        first, output = _own_tensor(args, output)
+        versions[name] = getattr(first, "_version", 0)
+        return first, output
+
+    with torch.enable_grad(), trial.recording(model), _record_outputs(model, keep) as calls:
+        output = _run(model, image.clone().requires_grad_())
+        scores = trial.scores(model, output, size)
         last = {name: outputs[-1] for name, outputs in calls.items()}
         trial.find_trunk(model, last)
         gradients = _gradients(scores, last)
-    grids = find_grids(_observe(model, images, trial.queries) or _observe_shapes(calls), size, trial.queries)
+    # Without those that a later module has changed in place.
+    alone = {name: each for name, each in last.items() if getattr(each, "_version", 0) == versions[name]}
+    alone[""] = first_tensor(output)
+    observed, trial.dependence = _observe(model, images, trial.queries, alone)
+    grids = find_grids(observed or _observe_shapes(calls), size, trial.queries)
     modules = dict(model.named_modules())
     layers = {
         name: _describe(
@@ -126,13 +141,15 @@ def is_trunk(layer: LayerInfo, modules: Mapping[str, nn.Module]) -> bool:
 
 
 @contextmanager
-def _record_outputs(model: nn.Module, observe: Callable[[Any, Any], tuple[Any, Any]]) -> Iterator[dict[str, list[Any]]]:
+def _record_outputs(
+    model: nn.Module, observe: Callable[[str, Any, Any], tuple[Any, Any]]
+) -> Iterator[dict[str, list[Any]]]:
     """Record an observation of each module call.
 
     Args:
         model: the model.
-        observe: receives the arguments and the output of a call; returns the observation, and the output with which
-            the model continues.
+        observe: receives the module's name, and the arguments and the output of a call; returns the observation, and
+            the output with which the model continues.
 
     Yields:
         The observations by module name, one per call, in the order in which the last calls end.
@@ -141,7 +158,7 @@ def _record_outputs(model: nn.Module, observe: Callable[[Any, Any], tuple[Any, A
 
     def make_hook(name: str) -> Any:
         def hook(_module: nn.Module, args: Any, output: Any) -> Any:
-            observation, output = observe(args, output)
+            observation, output = observe(name, args, output)
             calls[name] = [*calls.pop(name, []), observation]
             return output
 
@@ -194,25 +211,45 @@ def _gradients(scores: Tensor, outputs: dict[str, Tensor | None]) -> dict[str, T
     return dict.fromkeys(outputs) | dict(zip(differentiable, gradients, strict=True))
 
 
-def _observe(model: nn.Module, images: Tensor, queries: int) -> dict[str, LayerObservation]:
-    """Run the layout probe. Each output is read at once, so that no two outputs are held in memory."""
+def _observe(
+    model: nn.Module, images: Tensor, queries: int, alone: Mapping[str, Tensor | None]
+) -> tuple[dict[str, LayerObservation], Dependence]:
+    """Run the layout probe. Each output is read at once, so that no two outputs are held in memory.
+
+    Args:
+        model: the model.
+        images: the images of the probe.
+        queries: the number of tokens that ask for one object each.
+        alone: outputs of modules, and of the model, for the image without noise alone.
+
+    Returns:
+        The observation of each module; none if the model does not run on several images. And what its outputs depend
+        on besides the image.
+    """
     size = (images.shape[2], images.shape[3])
     latest: list[Any] = [None, None]
+    is_suspicious = False
 
-    def observe(_args: Any, output: Any) -> tuple[LayerObservation, Any]:
+    def observe(name: str, _args: Any, output: Any) -> tuple[LayerObservation, Any]:
+        nonlocal is_suspicious
         tensor = first_tensor(output)
         if tensor is None:
             return LayerObservation(None), output
         if tensor is not latest[0]:  # a block returns the output of its last module
             latest[:] = tensor, _read_output(tensor, size, queries)
+            is_suspicious = is_suspicious or independence.differs(alone.get(name), tensor)
         return latest[1], output
 
     try:
         with torch.no_grad(), _record_outputs(model, observe) as calls:
-            model(images)
-    except Exception:  # noqa: BLE001 -- a model may accept one image at a time: then only the shapes are used
-        return {}
-    return {name: observations[-1] for name, observations in calls.items()}
+            output = model(images)
+    except Exception as error:  # noqa: BLE001 -- a model may accept one image at a time: then only the shapes are used
+        if device_for(images.device).is_out_of_memory(error):
+            return {}, Dependence()
+        return {}, Dependence(mates=f"it fails with several images: {error}")
+    if is_suspicious or independence.differs(alone[""], first_tensor(output)):
+        return {name: each[-1] for name, each in calls.items()}, independence.confirm(model, images[PLAIN : PLAIN + 1])
+    return {name: each[-1] for name, each in calls.items()}, Dependence()
 
 
 def _read_output(output: Tensor, size: tuple[int, int], queries: int) -> LayerObservation:

@@ -19,7 +19,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from camserve_server.core.hardware import processor
+from camserve_server.models.independence import Dependence
 from camserve_server.models.sources import LIBRARIES
 from camserve_server.models.spec import ModelSpec
 from camserve_server.models.values import LayerInfo, Layout, Task
@@ -53,6 +54,7 @@ class Probed:
         embedding: the linear layer whose input is the image's embedding; empty without one.
         pyramid: the layers of a detector's scales, the finest first; empty without several.
         object_classes: the number of classes in which a detector scores each object; 0 if it scores only one.
+        dependence: what its outputs depend on besides the image.
     """
 
     task: Task
@@ -62,6 +64,7 @@ class Probed:
     embedding: str
     pyramid: tuple[str, ...]
     object_classes: int = 0
+    dependence: Dependence = field(default_factory=Dependence)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from camserve_server.core.errors import ConfigError, FailedPrecondition
 from camserve_server.models import detectors, pyramid
 from camserve_server.models.hooks import first_tensor
+from camserve_server.models.independence import Dependence
 from camserve_server.models.outputs import OBJECT_COLUMNS
 from camserve_server.models.values import LayerInfo, Task
 
@@ -122,6 +123,7 @@ class Trial:
         queries: the number of its tokens that ask for one object each.
         graph: the autograd graph of a detector's objects; empty for any other model.
         object_classes: the number of classes in which a detector scores each object; 0 if it scores only one.
+        dependence: what its outputs depend on besides the image.
     """
 
     def __init__(self, task: Task | None = None, labels: Collection[str] = (), queries: int = 0) -> None:
@@ -130,6 +132,7 @@ class Trial:
         self.trunk: set[str] | None = None
         self.queries = queries
         self.object_classes = 0
+        self.dependence = Dependence()
         self._declared_task = task
         self._labels = labels
         self.graph = pyramid.ObjectGraph()

@@ -201,6 +201,8 @@ class ModelInfo:
             texts of its entry, and it is one of embeddings until `with_texts` gives it classes.
         pyramid: the layers of a detector's scales, one for each grid, the finest first; empty without several.
         object_classes: the number of classes in which a detector scores each object; 0 if it scores only one.
+        independent_rows: False if the output for an image depends on the others of its batch, so that the model runs
+            one image at a time.
     """
 
     name: str
@@ -222,6 +224,7 @@ class ModelInfo:
     text: TextHead | None = None
     pyramid: tuple[str, ...] = ()
     object_classes: int = 0
+    independent_rows: bool = True
 
     def __hash__(self) -> int:
         """Return a hash of the fields that tell models apart; the layers' mapping has none."""

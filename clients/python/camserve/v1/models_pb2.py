@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from camserve.v1 import explain_pb2 as camserve_dot_v1_dot_explain__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63\x61mserve/v1/models.proto\x12\x0b\x63\x61mserve.v1\x1a\x19\x63\x61mserve/v1/explain.proto\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.camserve.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"E\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.camserve.v1.Model\x12\x0e\n\x06labels\x18\x02 \x03(\t\"\xd7\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0f\n\x07weights\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x0f\n\x07\x63lasses\x18\x05 \x01(\r\x12\x14\n\x0cinput_height\x18\x06 \x01(\r\x12\x13\n\x0binput_width\x18\x07 \x01(\r\x12\x15\n\rdefault_layer\x18\x08 \x01(\t\x12\x12\n\nparameters\x18\t \x01(\x04\x12\x11\n\tprecision\x18\n \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0b \x01(\t\x12\x0c\n\x04task\x18\x0c \x01(\t\x12\x0f\n\x07version\x18\r \x01(\r\x12&\n\x05state\x18\x0e \x01(\x0e\x32\x17.camserve.v1.ModelState\x12\x0f\n\x07pyramid\x18\x0f \x03(\t\x12\x15\n\raccepts_texts\x18\x14 \x01(\x08\x12\x16\n\x0einput_channels\x18\x15 \x01(\r\"A\n\x10LoadModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"6\n\x11LoadModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.camserve.v1.Model\"\"\n\x12UnloadModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"8\n\x13UnloadModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.camserve.v1.Model\"\"\n\x11ListLayersRequest\x12\r\n\x05model\x18\x01 \x01(\t\"8\n\x12ListLayersResponse\x12\"\n\x06layers\x18\x01 \x03(\x0b\x32\x12.camserve.v1.Layer\"\xd2\x01\n\x05Layer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x14\n\x0coutput_shape\x18\x03 \x03(\r\x12\x12\n\nparameters\x18\x04 \x01(\x04\x12\r\n\x05\x63\x61lls\x18\x05 \x01(\r\x12\x13\n\x0b\x65xplainable\x18\x06 \x01(\x08\x12\x13\n\x0bgrid_height\x18\x07 \x01(\r\x12\x12\n\ngrid_width\x18\x08 \x01(\r\x12\x0e\n\x06reason\x18\t \x01(\t\x12&\n\x05kinds\x18\n \x03(\x0e\x32\x17.camserve.v1.MethodKind\"\x14\n\x12ListMethodsRequest\"?\n\x13ListMethodsResponse\x12(\n\x07methods\x18\x01 \x03(\x0b\x32\x17.camserve.v1.MethodInfo\"\xfe\x01\n\nMethodInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.camserve.v1.MethodKind\x12\x0f\n\x07summary\x18\x03 \x01(\t\x12\r\n\x05paper\x18\x04 \x01(\t\x12.\n\nparameters\x18\x05 \x03(\x0b\x32\x1a.camserve.v1.ParameterInfo\x12\x0c\n\x04rows\x18\x06 \x01(\r\x12\x0f\n\x07layered\x18\x07 \x01(\x08\x12\x17\n\x0f\x65igen_smoothing\x18\x08 \x01(\x08\x12\r\n\x05needs\x18\t \x01(\t\x12\x0f\n\x07\x66ormula\x18\n \x01(\t\x12\x13\n\x0bper_channel\x18\x0b \x01(\x08\"\xa1\x01\n\rParameterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07summary\x18\x02 \x01(\t\x12-\n\rdefault_value\x18\x03 \x01(\x0b\x32\x16.camserve.v1.Parameter\x12\x0f\n\x07minimum\x18\x04 \x01(\x01\x12\x0f\n\x07maximum\x18\x05 \x01(\x01\x12\x0f\n\x07integer\x18\x06 \x01(\x08\x12\x0f\n\x07\x63hoices\x18\x07 \x03(\t*\xa6\x01\n\nModelState\x12\x1b\n\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13MODEL_STATE_LOADING\x10\x01\x12\x15\n\x11MODEL_STATE_READY\x10\x02\x12\x16\n\x12MODEL_STATE_FAILED\x10\x03\x12\x19\n\x15MODEL_STATE_UNLOADING\x10\x04\x12\x18\n\x14MODEL_STATE_UNLOADED\x10\x05*\xc6\x01\n\nMethodKind\x12\x1b\n\x17METHOD_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fMETHOD_KIND_CAM\x10\x01\x12\x18\n\x14METHOD_KIND_SALIENCY\x10\x02\x12\x1c\n\x18METHOD_KIND_PERTURBATION\x10\x03\x12\x19\n\x15METHOD_KIND_ATTENTION\x10\x04\x12\x19\n\x15METHOD_KIND_COMPOSITE\x10\x05\x12\x18\n\x14METHOD_KIND_BASELINE\x10\x06\x32\xe5\x03\n\x0cModelService\x12M\n\nListModels\x12\x1e.camserve.v1.ListModelsRequest\x1a\x1f.camserve.v1.ListModelsResponse\x12G\n\x08GetModel\x12\x1c.camserve.v1.GetModelRequest\x1a\x1d.camserve.v1.GetModelResponse\x12M\n\nListLayers\x12\x1e.camserve.v1.ListLayersRequest\x1a\x1f.camserve.v1.ListLayersResponse\x12P\n\x0bListMethods\x12\x1f.camserve.v1.ListMethodsRequest\x1a .camserve.v1.ListMethodsResponse\x12J\n\tLoadModel\x12\x1d.camserve.v1.LoadModelRequest\x1a\x1e.camserve.v1.LoadModelResponse\x12P\n\x0bUnloadModel\x12\x1f.camserve.v1.UnloadModelRequest\x1a .camserve.v1.UnloadModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63\x61mserve/v1/models.proto\x12\x0b\x63\x61mserve.v1\x1a\x19\x63\x61mserve/v1/explain.proto\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.camserve.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"E\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.camserve.v1.Model\x12\x0e\n\x06labels\x18\x02 \x03(\t\"\x8b\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0f\n\x07weights\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x0f\n\x07\x63lasses\x18\x05 \x01(\r\x12\x14\n\x0cinput_height\x18\x06 \x01(\r\x12\x13\n\x0binput_width\x18\x07 \x01(\r\x12\x15\n\rdefault_layer\x18\x08 \x01(\t\x12\x12\n\nparameters\x18\t \x01(\x04\x12\x11\n\tprecision\x18\n \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0b \x01(\t\x12\x0c\n\x04task\x18\x0c \x01(\t\x12\x0f\n\x07version\x18\r \x01(\r\x12&\n\x05state\x18\x0e \x01(\x0e\x32\x17.camserve.v1.ModelState\x12\x0f\n\x07pyramid\x18\x0f \x03(\t\x12\x15\n\raccepts_texts\x18\x14 \x01(\x08\x12\x16\n\x0einput_channels\x18\x15 \x01(\r\x12\x1d\n\x10independent_rows\x18\x16 \x01(\x08H\x00\x88\x01\x01\x42\x13\n\x11_independent_rows\"A\n\x10LoadModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"6\n\x11LoadModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.camserve.v1.Model\"\"\n\x12UnloadModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"8\n\x13UnloadModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.camserve.v1.Model\"\"\n\x11ListLayersRequest\x12\r\n\x05model\x18\x01 \x01(\t\"8\n\x12ListLayersResponse\x12\"\n\x06layers\x18\x01 \x03(\x0b\x32\x12.camserve.v1.Layer\"\xd2\x01\n\x05Layer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x14\n\x0coutput_shape\x18\x03 \x03(\r\x12\x12\n\nparameters\x18\x04 \x01(\x04\x12\r\n\x05\x63\x61lls\x18\x05 \x01(\r\x12\x13\n\x0b\x65xplainable\x18\x06 \x01(\x08\x12\x13\n\x0bgrid_height\x18\x07 \x01(\r\x12\x12\n\ngrid_width\x18\x08 \x01(\r\x12\x0e\n\x06reason\x18\t \x01(\t\x12&\n\x05kinds\x18\n \x03(\x0e\x32\x17.camserve.v1.MethodKind\"\x14\n\x12ListMethodsRequest\"?\n\x13ListMethodsResponse\x12(\n\x07methods\x18\x01 \x03(\x0b\x32\x17.camserve.v1.MethodInfo\"\xfe\x01\n\nMethodInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.camserve.v1.MethodKind\x12\x0f\n\x07summary\x18\x03 \x01(\t\x12\r\n\x05paper\x18\x04 \x01(\t\x12.\n\nparameters\x18\x05 \x03(\x0b\x32\x1a.camserve.v1.ParameterInfo\x12\x0c\n\x04rows\x18\x06 \x01(\r\x12\x0f\n\x07layered\x18\x07 \x01(\x08\x12\x17\n\x0f\x65igen_smoothing\x18\x08 \x01(\x08\x12\r\n\x05needs\x18\t \x01(\t\x12\x0f\n\x07\x66ormula\x18\n \x01(\t\x12\x13\n\x0bper_channel\x18\x0b \x01(\x08\"\xa1\x01\n\rParameterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07summary\x18\x02 \x01(\t\x12-\n\rdefault_value\x18\x03 \x01(\x0b\x32\x16.camserve.v1.Parameter\x12\x0f\n\x07minimum\x18\x04 \x01(\x01\x12\x0f\n\x07maximum\x18\x05 \x01(\x01\x12\x0f\n\x07integer\x18\x06 \x01(\x08\x12\x0f\n\x07\x63hoices\x18\x07 \x03(\t*\xa6\x01\n\nModelState\x12\x1b\n\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13MODEL_STATE_LOADING\x10\x01\x12\x15\n\x11MODEL_STATE_READY\x10\x02\x12\x16\n\x12MODEL_STATE_FAILED\x10\x03\x12\x19\n\x15MODEL_STATE_UNLOADING\x10\x04\x12\x18\n\x14MODEL_STATE_UNLOADED\x10\x05*\xc6\x01\n\nMethodKind\x12\x1b\n\x17METHOD_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fMETHOD_KIND_CAM\x10\x01\x12\x18\n\x14METHOD_KIND_SALIENCY\x10\x02\x12\x1c\n\x18METHOD_KIND_PERTURBATION\x10\x03\x12\x19\n\x15METHOD_KIND_ATTENTION\x10\x04\x12\x19\n\x15METHOD_KIND_COMPOSITE\x10\x05\x12\x18\n\x14METHOD_KIND_BASELINE\x10\x06\x32\xe5\x03\n\x0cModelService\x12M\n\nListModels\x12\x1e.camserve.v1.ListModelsRequest\x1a\x1f.camserve.v1.ListModelsResponse\x12G\n\x08GetModel\x12\x1c.camserve.v1.GetModelRequest\x1a\x1d.camserve.v1.GetModelResponse\x12M\n\nListLayers\x12\x1e.camserve.v1.ListLayersRequest\x1a\x1f.camserve.v1.ListLayersResponse\x12P\n\x0bListMethods\x12\x1f.camserve.v1.ListMethodsRequest\x1a .camserve.v1.ListMethodsResponse\x12J\n\tLoadModel\x12\x1d.camserve.v1.LoadModelRequest\x1a\x1e.camserve.v1.LoadModelResponse\x12P\n\x0bUnloadModel\x12\x1f.camserve.v1.UnloadModelRequest\x1a .camserve.v1.UnloadModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'camserve.v1.models_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MODELSTATE']._serialized_start=1630
-  _globals['_MODELSTATE']._serialized_end=1796
-  _globals['_METHODKIND']._serialized_start=1799
-  _globals['_METHODKIND']._serialized_end=1997
+  _globals['_MODELSTATE']._serialized_start=1682
+  _globals['_MODELSTATE']._serialized_end=1848
+  _globals['_METHODKIND']._serialized_start=1851
+  _globals['_METHODKIND']._serialized_end=2049
   _globals['_LISTMODELSREQUEST']._serialized_start=68
   _globals['_LISTMODELSREQUEST']._serialized_end=87
   _globals['_LISTMODELSRESPONSE']._serialized_start=89
@@ -45,29 +45,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELRESPONSE']._serialized_start=180
   _globals['_GETMODELRESPONSE']._serialized_end=249
   _globals['_MODEL']._serialized_start=252
-  _globals['_MODEL']._serialized_end=595
-  _globals['_LOADMODELREQUEST']._serialized_start=597
-  _globals['_LOADMODELREQUEST']._serialized_end=662
-  _globals['_LOADMODELRESPONSE']._serialized_start=664
-  _globals['_LOADMODELRESPONSE']._serialized_end=718
-  _globals['_UNLOADMODELREQUEST']._serialized_start=720
-  _globals['_UNLOADMODELREQUEST']._serialized_end=754
-  _globals['_UNLOADMODELRESPONSE']._serialized_start=756
-  _globals['_UNLOADMODELRESPONSE']._serialized_end=812
-  _globals['_LISTLAYERSREQUEST']._serialized_start=814
-  _globals['_LISTLAYERSREQUEST']._serialized_end=848
-  _globals['_LISTLAYERSRESPONSE']._serialized_start=850
-  _globals['_LISTLAYERSRESPONSE']._serialized_end=906
-  _globals['_LAYER']._serialized_start=909
-  _globals['_LAYER']._serialized_end=1119
-  _globals['_LISTMETHODSREQUEST']._serialized_start=1121
-  _globals['_LISTMETHODSREQUEST']._serialized_end=1141
-  _globals['_LISTMETHODSRESPONSE']._serialized_start=1143
-  _globals['_LISTMETHODSRESPONSE']._serialized_end=1206
-  _globals['_METHODINFO']._serialized_start=1209
-  _globals['_METHODINFO']._serialized_end=1463
-  _globals['_PARAMETERINFO']._serialized_start=1466
-  _globals['_PARAMETERINFO']._serialized_end=1627
-  _globals['_MODELSERVICE']._serialized_start=2000
-  _globals['_MODELSERVICE']._serialized_end=2485
+  _globals['_MODEL']._serialized_end=647
+  _globals['_LOADMODELREQUEST']._serialized_start=649
+  _globals['_LOADMODELREQUEST']._serialized_end=714
+  _globals['_LOADMODELRESPONSE']._serialized_start=716
+  _globals['_LOADMODELRESPONSE']._serialized_end=770
+  _globals['_UNLOADMODELREQUEST']._serialized_start=772
+  _globals['_UNLOADMODELREQUEST']._serialized_end=806
+  _globals['_UNLOADMODELRESPONSE']._serialized_start=808
+  _globals['_UNLOADMODELRESPONSE']._serialized_end=864
+  _globals['_LISTLAYERSREQUEST']._serialized_start=866
+  _globals['_LISTLAYERSREQUEST']._serialized_end=900
+  _globals['_LISTLAYERSRESPONSE']._serialized_start=902
+  _globals['_LISTLAYERSRESPONSE']._serialized_end=958
+  _globals['_LAYER']._serialized_start=961
+  _globals['_LAYER']._serialized_end=1171
+  _globals['_LISTMETHODSREQUEST']._serialized_start=1173
+  _globals['_LISTMETHODSREQUEST']._serialized_end=1193
+  _globals['_LISTMETHODSRESPONSE']._serialized_start=1195
+  _globals['_LISTMETHODSRESPONSE']._serialized_end=1258
+  _globals['_METHODINFO']._serialized_start=1261
+  _globals['_METHODINFO']._serialized_end=1515
+  _globals['_PARAMETERINFO']._serialized_start=1518
+  _globals['_PARAMETERINFO']._serialized_end=1679
+  _globals['_MODELSERVICE']._serialized_start=2052
+  _globals['_MODELSERVICE']._serialized_end=2537
 # @@protoc_insertion_point(module_scope)

@@ -215,6 +215,7 @@ class Model(_message.Message):
     PYRAMID_FIELD_NUMBER: _builtins.int
     ACCEPTS_TEXTS_FIELD_NUMBER: _builtins.int
     INPUT_CHANNELS_FIELD_NUMBER: _builtins.int
+    INDEPENDENT_ROWS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the model, as in a request."""
     source: _builtins.str
@@ -258,6 +259,11 @@ class Model(_message.Message):
     """
     input_channels: _builtins.int
     """Number of channels of its input, 3 for RGB. 0: the server is older than this field, and it is 3."""
+    independent_rows: _builtins.bool
+    """False if the output for an image depends on the other images of its batch, as with a batch norm without running
+    statistics. The model then runs one image at a time, so that explanations do not depend on other requests. Not
+    set: the server is older than this field.
+    """
     @_builtins.property
     def pyramid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Layers from whose feature maps a detector computes its objects, one for each scale, the finest first. Empty for a
@@ -284,12 +290,15 @@ class Model(_message.Message):
         pyramid: _abc.Iterable[_builtins.str] | None = ...,
         accepts_texts: _builtins.bool = ...,
         input_channels: _builtins.int = ...,
+        independent_rows: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_independent_rows", b"_independent_rows", "independent_rows", b"independent_rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_texts", b"accepts_texts", "classes", b"classes", "default_layer", b"default_layer", "device", b"device", "digest", b"digest", "input_channels", b"input_channels", "input_height", b"input_height", "input_width", b"input_width", "name", b"name", "parameters", b"parameters", "precision", b"precision", "pyramid", b"pyramid", "source", b"source", "state", b"state", "task", b"task", "version", b"version", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_independent_rows", b"_independent_rows", "accepts_texts", b"accepts_texts", "classes", b"classes", "default_layer", b"default_layer", "device", b"device", "digest", b"digest", "independent_rows", b"independent_rows", "input_channels", b"input_channels", "input_height", b"input_height", "input_width", b"input_width", "name", b"name", "parameters", b"parameters", "precision", b"precision", "pyramid", b"pyramid", "source", b"source", "state", b"state", "task", b"task", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__independent_rows: _TypeAlias = _typing.Literal["independent_rows"]  # noqa: Y015
+    _WhichOneofArgType__independent_rows: _TypeAlias = _typing.Literal["_independent_rows", b"_independent_rows"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__independent_rows) -> _WhichOneofReturnType__independent_rows | None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
 

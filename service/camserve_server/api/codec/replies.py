@@ -205,6 +205,7 @@ def describe_model(info: KnownModel) -> models_pb2.Model:
         accepts_texts=info.text is not None,
         input_channels=info.channels,
         pyramid=info.pyramid,
+        independent_rows=info.independent_rows,
     )
 
 
