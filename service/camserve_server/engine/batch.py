@@ -1,6 +1,6 @@
 """Steps that every kind of pass shares: make the inputs of a batch, run them forward, score the rows, go backward."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +105,14 @@ def forward(model: LoadedModel, inputs: Tensor) -> Outputs:
     with record_embeddings(model.module, info.embedding) as embeddings, in_precision(model):
         values = tasks.values_of(model.module(inputs.to(model.dtype)), info.task, len(inputs)).float()
     return Outputs(info, values, embeddings[-1].float() if embeddings else None)
+
+
+def recording_gradients(info: ModelInfo, layers: Iterable[str]) -> torch.set_grad_enabled:
+    """Record a graph inside the block, unless the score has no gradient at these layers.
+
+    The layers of such a model may convert tensors to arrays, which a tensor on a graph refuses.
+    """
+    return torch.set_grad_enabled(info.differentiable or info.has_gradient(layers))
 
 
 def in_precision(model: LoadedModel) -> torch.autocast:

@@ -75,8 +75,8 @@ def run_with_biases(model: LoadedModel, inputs: Tensor) -> tuple[Outputs, list[A
     with _BiasRecorder() as recorder:
         # A clone: a model may change its input in place, which autograd forbids for a leaf.
         outputs = forward(model, inputs.clone())
-    layout = model.info.layers[model.info.default_layer].layout
-    tokens = layout if layout and layout.axes == "tokens" else None
+    layouts = [model.info.layers[name].layout for name in model.info.default_layers]
+    tokens = next((layout for layout in layouts if layout and layout.axes == "tokens"), None)
     grids = [_grid(output, axes, inputs, tokens) for output, _, axes in recorder.sums]
     biases = [
         AddedBias(output, value, grid) for (output, value, _), grid in zip(recorder.sums, grids, strict=True) if grid

@@ -24,6 +24,7 @@ from camserve_server.engine.batch import (
     in_row_order,
     join_passes,
     make_inputs,
+    recording_gradients,
     run_backward_passes,
     score_passes,
 )
@@ -85,7 +86,7 @@ def run(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[RowResult]
     unique = find_unique_inputs(rows)
     modules = {name: model.module.get_submodule(name) for name in pass_.layers}
     results: dict[int, RowResult] = {}
-    with torch.enable_grad(), capture_layers(modules) as captures:
+    with recording_gradients(model.info, pass_.layers), capture_layers(modules) as captures:
         outputs = forward(model, make_inputs(model.info, unique.rows))
         for passes in _gather(_captured_passes(model.info, pass_.layers, captures, outputs, unique, rows)):
             results |= _results(passes, rows)

@@ -13,6 +13,7 @@ from camserve_server.engine.batch import (
     forward,
     in_row_order,
     make_inputs,
+    recording_gradients,
     run_backward_passes,
 )
 from camserve_server.engine.cam import take_tensors
@@ -58,7 +59,7 @@ class _LayerRecorder:
 def _inspect(model: LoadedModel, names: tuple[str, ...], row: Row) -> RowResult:
     recorder = _LayerRecorder()
     layers = {name: model.module.get_submodule(name) for name in names}
-    with torch.enable_grad(), observe_layers(layers, recorder.observe):
+    with recording_gradients(model.info, layers), observe_layers(layers, recorder.observe):
         outputs = forward(model, make_inputs(model.info, [row]))
         (backward,) = run_backward_passes(outputs, find_unique_inputs([row]), [row])
     pass_results, _ = backward.fetch([])
@@ -131,7 +132,7 @@ def run_features(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[R
     unique = find_unique_inputs(rows)
     layers = {name: model.module.get_submodule(name) for name in pass_.layers}
     results: dict[int, RowResult] = {}
-    with torch.enable_grad(), capture_layers(layers) as captures:
+    with recording_gradients(model.info, layers), capture_layers(layers) as captures:
         outputs = forward(model, make_inputs(model.info, unique.rows))
         for backward in run_backward_passes(outputs, unique, rows):
             layer_tensors = [take_tensors(model.info, captures, name, backward.at) for name in pass_.layers]

@@ -100,5 +100,5 @@ def typical(model: ModelInfo, kind: Kind, name: str = "") -> Pass:
         kind: kind of the pass.
         name: the name of the model in rows; empty for the model's own.
     """
-    layers = (model.default_layer,) if kind in AT_LAYERS else ()
+    layers = model.default_layers if kind in AT_LAYERS else ()
     return Pass(name or model.name, kind, model.preprocess.size, layers)

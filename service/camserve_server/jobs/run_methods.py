@@ -179,10 +179,14 @@ async def _run_cam(method: Cam, run: ExplanationRun, call: MethodCall) -> list[L
 def _maps_of_answers(run: ExplanationRun, call: MethodCall) -> list[LayerMaps]:
     """Return the maps of a method that the pass over the unchanged image has answered."""
     position = list(itertools.chain.from_iterable(run.job.shared)).index(call)
+    differentiates = bool(METHODS[call.name].gradients)
     return [
         LayerMaps(
             layer,
-            [RawMap(answer.maps[index][position], zero_gradient=answer.zero_gradient[index]) for answer in run.answers],
+            [
+                RawMap(answer.maps[index][position], zero_gradient=differentiates and answer.zero_gradient[index])
+                for answer in run.answers
+            ],
         )
         for index, layer in enumerate(run.job.layers)
     ]

@@ -131,10 +131,18 @@ METHODS: dict[str, Method] = {
     ),
     "xgradcam": Cam(cams.xgradcam, "Fu et al. 2020, arXiv:2008.02312", smooths=True),
     "shapleycam": Cam(cams.shapleycam, "Cai 2025, arXiv:2501.06261", curvature=True, smooths=True),
-    "fem": Cam(cams.fem, "Fuad et al. 2020, doi:10.1109/IPTA50016.2020.9286629", (OUTLIER_SIGMAS,), smooths=True),
-    "eigencam": Cam(cams.eigencam, "Muhammad and Yeasin 2020, arXiv:2008.00299", decomposes=True),
+    "fem": Cam(
+        cams.fem,
+        "Fuad et al. 2020, doi:10.1109/IPTA50016.2020.9286629",
+        (OUTLIER_SIGMAS,),
+        smooths=True,
+        differentiates=False,
+    ),
+    "eigencam": Cam(cams.eigencam, "Muhammad and Yeasin 2020, arXiv:2008.00299", decomposes=True, differentiates=False),
     "eigengradcam": Cam(cams.eigengradcam, "Gildenblat 2021, pytorch-grad-cam", decomposes=True),
-    "kpcacam": Cam(cams.kpcacam, "Karmani et al. 2024, arXiv:2410.00267", (KERNEL,), decomposes=True),
+    "kpcacam": Cam(
+        cams.kpcacam, "Karmani et al. 2024, arXiv:2410.00267", (KERNEL,), decomposes=True, differentiates=False
+    ),
     "refinecam": Fused("gradcam", "product", "Domeniconi et al. 2026, arXiv:2605.14641", cams.refinecam),
     "sess": Windows("gradcam", cams.windows, cams.sess, "Tursun et al. 2022, arXiv:2207.01769", (SCALES,)),
     "fullgrad": FullGradient(cams.fullgrad, "Srinivas and Fleuret 2019, arXiv:1905.00780"),

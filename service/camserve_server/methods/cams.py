@@ -215,12 +215,18 @@ def eigencam(activations: Tensor, gradients: Tensor, scores: Tensor) -> Tensor:
 
     Muhammad and Yeasin 2020, section III, who do not subtract Ā; pytorch-grad-cam does, too. A singular vector has no
     sign of its own. It gets the one with which the score rises, v · Σ_ij g_ij ≥ 0; with it the map correlates
-    positively with Grad-CAM's.
+    positively with Grad-CAM's. Where every gradient is zero, it correlates positively with the sum of the channels.
 
     Returns:
         Maps [B,h,w].
     """
-    return _align_sign(_first_component(activations), gradcam(activations, gradients, scores).sum(1))
+    return _align_sign(_first_component(activations), _rising(activations, gradients, scores))
+
+
+def _rising(activations: Tensor, gradients: Tensor, scores: Tensor) -> Tensor:
+    """Return the map of Grad-CAM [B,h,w], or the sum of the channels where every gradient is zero."""
+    has_gradient = gradients.flatten(1).any(1)[:, None, None]
+    return torch.where(has_gradient, gradcam(activations, gradients, scores).sum(1), activations.sum(1))
 
 
 def eigengradcam(activations: Tensor, gradients: Tensor, _scores: Tensor) -> Tensor:
@@ -316,7 +322,8 @@ def kpcacam(activations: Tensor, gradients: Tensor, scores: Tensor, *, kernel: s
 
     First, each channel is centred. With γ = 1 / the number of channels, K is: sigmoid tanh(γ x·y + 1), rbf
     exp(−γ |x − y|²), poly (γ x·y + 1)³, cosine x·y / (|x| |y|), or linear x·y, which is EigenCAM. The sign of u is the
-    one with which the map correlates positively with Grad-CAM's. The layer's grid can have up to 1024 positions, such
+    one with which the map correlates positively with Grad-CAM's, or with the sum of the channels where every gradient
+    is zero. The layer's grid can have up to 1024 positions, such
     as 32×32. Karmani et al. 2024, arXiv:2410.00267, section 3.
 
     Returns:
@@ -334,7 +341,7 @@ def kpcacam(activations: Tensor, gradients: Tensor, scores: Tensor, *, kernel: s
     value, vector = _principal_pair(_centre_kernel(KERNELS[kernel](matrix)))
     component = vector * value.clamp(min=0).sqrt()
     maps = _reshape_to_grid(component, finite, activations)
-    return _align_sign(maps, gradcam(activations, gradients, scores).sum(1))
+    return _align_sign(maps, _rising(activations, gradients, scores))
 
 
 def _centre_kernel(kernel: Tensor) -> Tensor:

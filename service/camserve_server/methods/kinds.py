@@ -141,6 +141,11 @@ class MethodKind:
         return ""
 
     @property
+    def gradients(self) -> tuple[Literal["image", "layer"], ...]:
+        """Where the method needs the score's gradient: at the image, at the layer, or nowhere."""
+        return ("layer",) if self.layered else ("image",)
+
+    @property
     def tasks(self) -> tuple[Task, ...]:
         """Tasks of the models that the method explains; empty for all."""
         return ()
@@ -191,6 +196,7 @@ class Cam(MethodKind):
         smooths: True if `weigh` returns the terms of each channel, so that eigen smoothing can use their first
             principal component instead of their sum.
         decomposes: True if `weigh` decomposes a matrix, which takes up to half a second for each map.
+        differentiates: False if `weigh` uses the activations alone.
 
     Example:
         >>> import torch
@@ -211,9 +217,15 @@ class Cam(MethodKind):
     curvature: bool = False
     smooths: bool = False
     decomposes: bool = False
+    differentiates: bool = True
 
     kind = "cam"
     layered = True
+
+    @property
+    def gradients(self) -> tuple[Literal["image", "layer"], ...]:
+        """At the layer, or nowhere."""
+        return ("layer",) if self.differentiates else ()
 
     @property
     def about(self) -> Callable[..., object]:
@@ -374,6 +386,7 @@ class Perturbation(MethodKind):
 
     kind = "perturbation"
     edits_image = True
+    gradients = ()
 
     @property
     def about(self) -> Callable[..., object]:
@@ -518,6 +531,7 @@ class Product(MethodKind):
     kind = "composite"
     parameters = ()
     layered = True
+    gradients = ("image", "layer")
 
     def rows(self, _parameters: Parameters, _channels: Sequence[int], _size: tuple[int, int], rows_of: RowsOf) -> int:
         """Return the number of rows: those of both methods."""
@@ -622,6 +636,7 @@ class Baseline(MethodKind):
     parameters: tuple[Parameter, ...] = ()
 
     kind = "baseline"
+    gradients = ()
 
     @property
     def about(self) -> Callable[..., object]:

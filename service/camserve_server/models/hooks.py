@@ -61,11 +61,11 @@ class Capture:
     _version: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
-        self._version = self.activation._version  # noqa: SLF001 -- torch has no public count of in-place changes
+        self._version = changes_in_place(self.activation)
 
     def intact(self) -> bool:
         """Return whether nothing has changed the activation in place since the layer returned it."""
-        return self.activation._version == self._version  # noqa: SLF001 -- as above
+        return changes_in_place(self.activation) == self._version
 
     def keep(self, _probe: nn.Module, _grad_input: Any, grad_output: tuple[Tensor | None, ...]) -> None:
         """Keep a copy of the gradient: the full backward hook of the probe."""
@@ -304,6 +304,13 @@ def hook_count(model: nn.Module) -> int:
         for name, hooks in vars(module).items()
         if name.endswith("_hooks") and "state_dict" not in name
     )
+
+
+def changes_in_place(tensor: Tensor | None) -> int:
+    """Return how often a tensor was changed in place; 0 for one of `torch.inference_mode`, which is not counted."""
+    if tensor is None or tensor.is_inference():
+        return 0
+    return tensor._version  # noqa: SLF001 -- torch has no public name for it
 
 
 def first_tensor(output: Any) -> Tensor | None:

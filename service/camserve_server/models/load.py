@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # flattens every output structure that torch knows
 
 from camserve_server.core.devices import restore_settings
 from camserve_server.core.errors import ConfigError
@@ -227,6 +228,11 @@ def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> Mod
     if probed.dependence.run:
         words = "model %s gives an image another output in each run, first of its module %s: is a dropout always on?"
         log.warning(words, spec.name, probed.dependence.run)
+    if not probed.differentiable:
+        words = (
+            "model %s has no gradient at its input: methods without gradients explain it, such as occlusion and rise"
+        )
+        log.warning(words, spec.name)
     modules = [source.module, *([source.text.encoder] if source.text else [])]
     return ModelInfo(
         name=spec.name,
@@ -247,6 +253,7 @@ def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> Mod
         pyramid=probed.pyramid,
         object_classes=probed.object_classes,
         independent_rows=not probed.dependence.mates,
+        differentiable=probed.differentiable,
     )
 
 
@@ -307,11 +314,12 @@ def _probe(source: Source, device: str) -> Probed:
         task=trial.task,
         classes=classes,
         layers=layers,
-        default_layer=probe.default_layer(module, trunk),
+        default_layer=probe.default_layer(module, trunk) or probe.default_layer(module, layers),
         embedding=tasks.embedding_layer(module, layers, classes) if trial.task in VECTOR_TASKS else "",
         pyramid=pyramid.find_scales(trial.graph, layers, is_trunk),
         object_classes=trial.object_classes,
         dependence=trial.dependence,
+        differentiable=trial.differentiable,
     )
 
 
@@ -414,10 +422,17 @@ def _with_size(preprocess: Preprocess, size: int | None) -> Preprocess:
     return replace(preprocess, size=(size, size), resize=scaled)
 
 
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor's values."""
+    values = tensor.dequantize() if tensor.is_quantized else tensor.detach()
+    return values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
 def digest(module: nn.Module) -> str:
     """Return the SHA-256 of the names and values of all parameters and buffers, in hexadecimal."""
     sha256 = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
+    for name, value in sorted(module.state_dict().items()):
         sha256.update(name.encode())
-        sha256.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for part in pytree.tree_leaves(value):  # quantised weights are tuples
+            sha256.update(_bytes_of(part) if isinstance(part, Tensor) else repr(part).encode())
     return sha256.hexdigest()

@@ -3,8 +3,8 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree  # flattens every output structure tha
 from camserve_server.core.devices import device_for
 from camserve_server.core.errors import ConfigError
 from camserve_server.models import grid, independence, layout_probe
-from camserve_server.models.hooks import first_tensor
+from camserve_server.models.hooks import changes_in_place, first_tensor
 from camserve_server.models.independence import Dependence
 from camserve_server.models.layout_probe import PLAIN, Reading
 from camserve_server.models.tasks import Trial
@@ -27,11 +27,6 @@ OTHER_ORDER = "its output has no grid over the image: its values are not in the 
 UNKNOWN_GRID = "its output has no grid over the image that is certain: neither its shape nor a trial run shows one"
 QUERIES = "its output has no grid over the image: it has one token per object, not per place"
 ZERO_GRADIENT = "the score does not depend on its grid: every gradient there is zero"
-
-ALL_ZERO = (
-    ": the gradient is zero at every layer with a grid. Is its last layer zero, as that of torchvision's untrained "
-    "VisionTransformer?"
-)
 
 RGB = 3  # channels
 
@@ -57,6 +52,42 @@ class LayerObservation:
     has_batch_axis: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run of a model on an image.
+
+    Attributes:
+        image: the image [1,C,H,W], a leaf of the graph.
+        scores: scores [1,n] that together depend on the whole output, on the graph.
+        output: the first tensor of the output.
+        calls: the first tensor that each module returned, on the graph, one for each call, in the order in which the
+            last calls end.
+        intact: the last tensor of each module, if no later module has changed it in place.
+    """
+
+    image: Tensor
+    scores: Tensor
+    output: Tensor | None
+    calls: dict[str, list[Tensor | None]]
+    intact: dict[str, Tensor | None]
+
+    @property
+    def last(self) -> dict[str, Tensor | None]:
+        """The last tensor that each module returned."""
+        return {name: outputs[-1] for name, outputs in self.calls.items()}
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Return the gradient of a random mixture of all scores at each module's output, and at the image as ""."""
+        outputs = {**self.last, "": self.image}
+        differentiable = {name: out for name, out in outputs.items() if out is not None and out.requires_grad}
+        if not self.scores.requires_grad:
+            return dict.fromkeys(outputs)
+        weights = torch.randn(self.scores.shape, generator=torch.Generator().manual_seed(1)).to(self.scores)
+        mixture = (self.scores * weights).sum()
+        gradients = torch.autograd.grad(mixture, list(differentiable.values()), allow_unused=True)
+        return dict.fromkeys(outputs) | dict(zip(differentiable, gradients, strict=True))
+
+
 def probe(
     model: nn.Module, size: tuple[int, int], device: str, trial: Trial | None = None, *, channels: int = 3
 ) -> tuple[dict[str, LayerInfo], int]:
@@ -77,24 +108,13 @@ def probe(
     """
     images, trial = layout_probe.images(size, channels).to(device), trial or Trial()
     image = images[PLAIN : PLAIN + 1]
-    versions: dict[str, int] = {}
-
-    def keep(name: str, args: Any, output: Any) -> tuple[Tensor | None, Any]:
-        first, output = _own_tensor(args, output)
-        versions[name] = getattr(first, "_version", 0)
-        return first, output
-
-    with torch.enable_grad(), trial.recording(model), _record_outputs(model, keep) as calls:
-        output = _run(model, image.clone().requires_grad_())
-        scores = trial.scores(model, output, size)
-        last = {name: outputs[-1] for name, outputs in calls.items()}
-        trial.find_trunk(model, last)
-        gradients = _gradients(scores, last)
-    # Without those that a later module has changed in place.
-    alone = {name: each for name, each in last.items() if getattr(each, "_version", 0) == versions[name]}
-    alone[""] = first_tensor(output)
+    with trial.recording(model):
+        first = _first_run(model, image, trial, size)
+        run, gradients = _find_gradients(model, first, image, trial, size)
+        trial.find_trunk(model, run.last)
+    alone = {**first.intact, "": first.output}
     observed, trial.dependence = _observe(model, images, trial.queries, alone)
-    grids = find_grids(observed or _observe_shapes(calls), size, trial.queries)
+    grids = find_grids(observed or _observe_shapes(run.calls), size, trial.queries)
     modules = dict(model.named_modules())
     layers = {
         name: _describe(
@@ -102,12 +122,68 @@ def probe(
             modules[name],
             outputs,
             grids.get(name, NO_BATCH_AXIS),
-            gradients[name],
+            gradients.get(name),
             feeds_heads=name in trial.graph.layers,
         )
-        for name, outputs in calls.items()
+        for name, outputs in run.calls.items()
     }
+    trial.differentiable = gradients[""] is not None
+    if not _reaches_image(gradients):
+        layers = {name: _without_gradient(layer, gradients.get(name), trial) for name, layer in layers.items()}
     return layers, trial.classes
+
+
+def _first_run(model: nn.Module, image: Tensor, trial: Trial, size: tuple[int, int]) -> _Run:
+    """Run a model for gradients; if it fails, without: it may convert tensors to arrays, which have none."""
+    try:
+        return _run(model, image, trial, size)
+    except ConfigError:
+        with suppress(ConfigError):
+            return _run(model, image, trial, size, graph=False)
+        raise
+
+
+def _find_gradients(
+    model: nn.Module, run: _Run, image: Tensor, trial: Trial, size: tuple[int, int]
+) -> tuple[_Run, dict[str, Tensor | None]]:
+    """Return the gradients of a run's scores at each module's output, and the run.
+
+    They may all be zero for one image, as those of a network that ends in a ReLU. Then other images are tried. Without
+    a gradient at the input, there may be one at later modules, whose outputs are then made the start of the graph.
+    """
+    gradients = run.gradients()
+    if gradients[""] is None:
+        with suppress(ConfigError):
+            gradients = _run(model, image, trial, size, cut=True).gradients()
+        return run, gradients
+    for other in () if _reaches_image(gradients) else _other_images(image):
+        other_run = _run(model, other, trial, size)
+        found = other_run.gradients()
+        if _reaches_image(found):
+            return other_run, found
+    return run, gradients
+
+
+def _other_images(image: Tensor) -> Iterator[Tensor]:
+    """Yield images of other brightness and contrast."""
+    for contrast, brightness in ((0.25, 2.0), (0.25, -2.0), (1.0, 1.0), (1.0, -1.0), (4.0, 0.0), (0.0, 0.5)):
+        yield contrast * image + brightness
+
+
+def _reaches_image(gradients: Mapping[str, Tensor | None]) -> bool:
+    """Return whether the gradient at the image has a value other than zero."""
+    return gradients[""] is not None and bool(gradients[""].any())
+
+
+def _without_gradient(layer: LayerInfo, gradient: Tensor | None, trial: Trial) -> LayerInfo:
+    """Return the description of a layer, in a model whose image has no gradient, or one that is zero.
+
+    Methods without gradients explain such layers. If the gradient is only zero, that of another image may not be.
+    """
+    differentiable = trial.differentiable or gradient is not None
+    return replace(
+        layer, layout=layer.grid, unread=None, differentiable=differentiable, reason="" if layer.grid else layer.reason
+    )
 
 
 def default_layer(model: nn.Module, layers: Mapping[str, LayerInfo]) -> str:
@@ -116,18 +192,12 @@ def default_layer(model: nn.Module, layers: Mapping[str, LayerInfo]) -> str:
     Modules inside an attention (queries, keys, values) are not features of the image, so the norm before the attention
     is used. In the last block of a transformer with a class token this norm is the last layer through which patches
     reach the score. Among tokens, the layer is a norm or a module with children, such as a block, and no single linear
-    map. Modules that return their input unchanged are skipped.
-
-    Raises:
-        ConfigError: no layer can be explained.
+    map. Modules that return their input unchanged are skipped. The name is empty if no layer can be explained.
     """
     explainable = [layer for layer in layers.values() if layer.layout]
-    if not explainable:
-        all_zero = any(layer.unread for layer in layers.values())
-        raise ConfigError(f"it has no layer with a grid over the image that the score depends on{ALL_ZERO * all_zero}")
     modules = dict(model.named_modules())
     trunk = (layer for layer in reversed(explainable) if is_trunk(layer, modules))
-    return next(trunk, explainable[-1]).name
+    return next(trunk, explainable[-1]).name if explainable else ""
 
 
 def is_trunk(layer: LayerInfo, modules: Mapping[str, nn.Module]) -> bool:
@@ -188,27 +258,55 @@ def _own_tensor(args: Any, output: Any) -> tuple[Tensor | None, Any]:
     return own, pytree.tree_unflatten(changed, structure)
 
 
-def _run(model: nn.Module, image: Tensor) -> Any:
+def _run(
+    model: nn.Module, image: Tensor, trial: Trial, size: tuple[int, int], *, graph: bool = True, cut: bool = False
+) -> _Run:
+    """Run a model on an image.
+
+    Args:
+        model: the model.
+        image: the image [1,C,H,W].
+        trial: makes the scores of the output.
+        size: height and width of the image.
+        graph: False to record no graph.
+        cut: True to start the graph at the modules' outputs instead of the image.
+
+    Raises:
+        ConfigError: the model does not run, or its output does not fit its task.
+    """
+    versions: dict[str, int] = {}
+
+    def keep(name: str, args: Any, output: Any) -> tuple[Tensor | None, Any]:
+        first, output = _start_of_graph(output) if cut else _own_tensor(args, output)
+        versions[name] = changes_in_place(first)
+        return first, output
+
+    image = image.clone().requires_grad_(graph and not cut)
+    with torch.set_grad_enabled(graph), _record_outputs(model, keep) as calls:
+        output = _output(model, image)
+        scores = trial.scores(model, output, size)
+    last = {name: outputs[-1] for name, outputs in calls.items()}
+    intact = {name: each for name, each in last.items() if changes_in_place(each) == versions[name]}
+    return _Run(image, scores, first_tensor(output), calls, intact)
+
+
+def _start_of_graph(output: Any) -> tuple[Tensor | None, Any]:
+    """Make the first tensor of an output the start of a graph, if it is on none and gradients are recorded."""
+    first = first_tensor(output)
+    if first is None or first.requires_grad or not torch.is_grad_enabled():
+        return first, output
+    own = first.detach().clone().requires_grad_()
+    parts, structure = pytree.tree_flatten(output)
+    return own, pytree.tree_unflatten([own if part is first else part for part in parts], structure)
+
+
+def _output(model: nn.Module, image: Tensor) -> Any:
     try:
         return model(image.clone())  # a model may change its input in place, but cannot change a leaf
     except Exception as error:
         size, channels = "x".join(map(str, image.shape[2:])), image.shape[1]
         kind = "pixels" if channels == RGB else f"pixels with {channels} channel{'s' * (channels > 1)}"
         raise ConfigError(f"it does not run on an image of {size} {kind}: {error}") from error
-
-
-def _gradients(scores: Tensor, outputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Return the gradient of a random mixture of all scores [1, n], at each output.
-
-    Raises:
-        ConfigError: the scores are not differentiable.
-    """
-    if not scores.requires_grad:
-        raise ConfigError("its scores have no gradient: look for detach() or torch.no_grad() in its forward()")
-    differentiable = {name: out for name, out in outputs.items() if out is not None and out.requires_grad}
-    weights = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1)).to(scores)
-    gradients = torch.autograd.grad((scores * weights).sum(), list(differentiable.values()), allow_unused=True)
-    return dict.fromkeys(outputs) | dict(zip(differentiable, gradients, strict=True))
 
 
 def _observe(

@@ -50,11 +50,12 @@ class Probed:
         task: the task.
         classes: the number of classes, or the length of the embedding.
         layers: every module that runs, by name, in the order in which they finish.
-        default_layer: the layer that is explained when a request names none.
+        default_layer: the layer that is explained when a request names none; empty without a layer with a grid.
         embedding: the linear layer whose input is the image's embedding; empty without one.
         pyramid: the layers of a detector's scales, the finest first; empty without several.
         object_classes: the number of classes in which a detector scores each object; 0 if it scores only one.
         dependence: what its outputs depend on besides the image.
+        differentiable: True if the scores have a gradient at the image.
     """
 
     task: Task
@@ -65,6 +66,7 @@ class Probed:
     pyramid: tuple[str, ...]
     object_classes: int = 0
     dependence: Dependence = field(default_factory=Dependence)
+    differentiable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +198,7 @@ def _fits(probed: Probed, module: nn.Module) -> bool:
     default = probed.layers.get(probed.default_layer)
     return (
         all(name == layer.name and _layer_fits(layer, modules.get(name)) for name, layer in probed.layers.items())
-        and default is not None
-        and default.layout is not None
+        and (not probed.default_layer or (default is not None and default.layout is not None))
         and (not probed.embedding or probed.embedding in probed.layers)
         and all(name in probed.layers and probed.layers[name].layout for name in probed.pyramid)
     )

@@ -124,6 +124,7 @@ class Trial:
         graph: the autograd graph of a detector's objects; empty for any other model.
         object_classes: the number of classes in which a detector scores each object; 0 if it scores only one.
         dependence: what its outputs depend on besides the image.
+        differentiable: True if the scores have a gradient at the image.
     """
 
     def __init__(self, task: Task | None = None, labels: Collection[str] = (), queries: int = 0) -> None:
@@ -133,6 +134,7 @@ class Trial:
         self.queries = queries
         self.object_classes = 0
         self.dependence = Dependence()
+        self.differentiable = True
         self._declared_task = task
         self._labels = labels
         self.graph = pyramid.ObjectGraph()

@@ -1,7 +1,7 @@
 """Descriptions of models, layers and passes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -121,6 +121,7 @@ class LayerInfo:
         layout: the position of its grid; None if it cannot be explained.
         reason: the reason why it cannot be explained; empty if it can.
         unread: the position of its grid, if the score does not depend on it.
+        differentiable: False if only methods without gradients can explain it, because no gradient flows back to it.
     """
 
     name: str
@@ -131,6 +132,7 @@ class LayerInfo:
     layout: Layout | None
     reason: str = ""
     unread: Layout | None = None
+    differentiable: bool = True
 
     @property
     def grid(self) -> Layout | None:
@@ -189,7 +191,8 @@ class ModelInfo:
         parameters: the number of its parameters.
         preprocess: the preprocessing of its input.
         layers: every module that runs, by name, in the order in which they finish.
-        default_layer: the layer that is explained when a request names none, unless the model has a pyramid.
+        default_layer: the layer that is explained when a request names none, unless the model has a pyramid. Empty if
+            no layer can be explained.
         precision: "float32", "bfloat16" or "float16".
         device: "cpu", "cuda:0", ….
         task: the task, which says what its output is.
@@ -203,6 +206,7 @@ class ModelInfo:
         object_classes: the number of classes in which a detector scores each object; 0 if it scores only one.
         independent_rows: False if the output for an image depends on the others of its batch, so that the model runs
             one image at a time.
+        differentiable: True if the score has a gradient at the image.
     """
 
     name: str
@@ -225,6 +229,7 @@ class ModelInfo:
     pyramid: tuple[str, ...] = ()
     object_classes: int = 0
     independent_rows: bool = True
+    differentiable: bool = True
 
     def __hash__(self) -> int:
         """Return a hash of the fields that tell models apart; the layers' mapping has none."""
@@ -239,6 +244,20 @@ class ModelInfo:
     def key(self) -> str:
         """The identifier of the model in rows, different for each version."""
         return f"{self.name}@{self.version}" if self.version else self.name
+
+    @property
+    def default_layers(self) -> tuple[str, ...]:
+        """The default layer, or none if no layer can be explained."""
+        return (self.default_layer,) if self.default_layer else ()
+
+    @property
+    def usual_pass(self) -> Kind:
+        """The pass that most requests need: at the default layer, if there is one."""
+        return "cam" if self.default_layer else "score"
+
+    def has_gradient(self, layers: Iterable[str]) -> bool:
+        """Return whether the score has a gradient at some of these layers."""
+        return any(self.layers[name].differentiable for name in layers)
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -110,8 +110,8 @@ class PoolHealth:
         if info is None:
             return True
         image = np.full((*info.preprocess.size, info.channels), 128, np.uint8)
-        pass_ = Pass(info.key, "cam", info.preprocess.size, (info.default_layer,))
-        row = Row(image, anything(info), (MethodCall("gradcam"),))
+        pass_ = Pass(info.key, info.usual_pass, info.preprocess.size, info.default_layers)
+        row = Row(image, anything(info), (MethodCall("gradcam"),) if info.default_layers else ())
         try:
             with self._registry.held(info):
                 async with asyncio.timeout(self._canary_timeout):

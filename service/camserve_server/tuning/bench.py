@@ -110,6 +110,9 @@ def prepare(specs: Mapping[str, ModelSpec], device: str) -> Bench:
         }
         for name, spec in specs.items()
     }
+    for name, by_precision in models.items():
+        if not by_precision["float32"].info.default_layer:
+            raise ConfigError(f"model {name} has no layer with a grid over the image, so Grad-CAM cannot be measured")
     sizes = {name: by_precision["float32"].info.preprocess.size for name, by_precision in models.items()}
     return Bench(models, {name: images(size, max(BATCHES)) for name, size in sizes.items()})
 

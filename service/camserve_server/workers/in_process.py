@@ -158,7 +158,7 @@ class InProcessWorker:
         results: Sequence[RowResult] = ()
         for _ in range(2 if self._device.is_cpu else 0):  # with one, the first request took 62 ms, with two 51
             info = self._models[name].info
-            results = self.run(typical(info, "cam", name), rows_of(info, "cam", 1))
+            results = self.run(typical(info, info.usual_pass, name), rows_of(info, info.usual_pass, 1))
         return results
 
     def drop(self, name: str) -> None:

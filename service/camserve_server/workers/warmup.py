@@ -20,8 +20,8 @@ Run: TypeAlias = Callable[[Pass, Sequence[Row]], object]
 
 
 def warm_up(run: Run, name: str, info: ModelInfo) -> None:
-    """Run one row of Grad-CAM and one of saliency, which is enough on a CPU."""
-    for kind in KINDS[:2]:
+    """Run one row of Grad-CAM and one of saliency, which is enough on a CPU, or of scores for a model without these."""
+    for kind in dict.fromkeys((info.usual_pass, "saliency" if info.differentiable else "score")):
         run(typical(info, kind, name), rows_of(info, kind, 1))
 
 
@@ -39,7 +39,7 @@ def warm_up_all_sizes(run: Run, name: str, info: ModelInfo, max_rows: int) -> No
     Raises:
         OutOfMemory: a single row does not fit in memory.
     """
-    for kind in KINDS:
+    for kind in (kind for kind in KINDS if _can_run(info, kind)):
         fitting = 0
         for size in _sizes(max_rows):
             try:
@@ -51,6 +51,10 @@ def warm_up_all_sizes(run: Run, name: str, info: ModelInfo, max_rows: int) -> No
                 log.warning(message, info.name, fitting, kind, size)
                 break
             fitting = size
+
+
+def _can_run(info: ModelInfo, kind: Kind) -> bool:
+    return bool(info.default_layer) if kind == "cam" else kind != "saliency" or info.differentiable
 
 
 def _sizes(max_rows: int) -> Iterator[int]:

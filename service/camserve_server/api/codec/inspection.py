@@ -117,6 +117,8 @@ def _read_layer(request: explain_pb2.ExtractFeaturesRequest, model: ModelInfo, r
             find_layer(request.layer, model, "layer")
         return request.layer
     layer = request.layer or model.default_layer
+    if not layer:
+        raise FailedPrecondition(f"{model.name} has no layer with a grid over the image", field="layer")
     check_layer(layer, model, "layer")
     return layer
 

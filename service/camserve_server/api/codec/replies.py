@@ -209,6 +209,11 @@ def describe_model(info: KnownModel) -> models_pb2.Model:
     )
 
 
+def _explains(method: Method, layer: LayerInfo) -> bool:
+    """Return whether a method makes maps of a layer."""
+    return method.layered and layer.layout is not None and (layer.differentiable or "layer" not in method.gradients)
+
+
 def describe_layer(layer: LayerInfo) -> models_pb2.Layer:
     """Describe a layer."""
     return models_pb2.Layer(
@@ -221,7 +226,7 @@ def describe_layer(layer: LayerInfo) -> models_pb2.Layer:
         grid_height=layer.layout.height if layer.layout else 0,
         grid_width=layer.layout.width if layer.layout else 0,
         reason=layer.reason,
-        kinds=sorted({kind_of(method) for method in METHODS.values() if method.layered}) if layer.layout else (),
+        kinds=sorted({kind_of(method) for method in METHODS.values() if _explains(method, layer)}),
     )
 
 

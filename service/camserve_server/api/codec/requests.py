@@ -20,7 +20,7 @@ from camserve_server.core.errors import FailedPrecondition, InvalidArgument, Not
 from camserve_server.core.limits import Limits
 from camserve_server.imaging.values import Rendering
 from camserve_server.jobs import Job
-from camserve_server.methods import METHODS, Parameter
+from camserve_server.methods import METHODS, Method, Parameter
 from camserve_server.methods.kinds import Perturbation
 from camserve_server.methods.values import Fusion, MethodCall, ParameterValue
 from camserve_server.models.values import PYRAMID, KnownModel, ModelInfo
@@ -89,6 +89,7 @@ def _read_options(request: explain_pb2.ExplainRequest, models: Mapping[str, Know
     calls, layers = _read_calls(request.methods, model, limits), _read_layers(request.layers, model)
     targets = read_targets(request, model, limits)
     _check_contrasts(calls, targets)
+    _check_gradients(calls, layers, model)
     pyramid = layers == model.pyramid and list(request.layers) in ([], [PYRAMID])
     interventions = read_interventions(request.interventions, model)
     job = Job(
@@ -208,6 +209,27 @@ def _read_input_channels(message: explain_pb2.Method, model: ModelInfo, limits: 
     return channels
 
 
+def _check_gradients(calls: Sequence[MethodCall], layers: Sequence[str], model: ModelInfo) -> None:
+    """Check that the model has what each method needs: a layer with a grid, and a gradient there or at the image."""
+    for index, call in enumerate(calls):
+        if lacking := _lacking(METHODS[call.name], layers, model):
+            offered = join_names(name for name, method in METHODS.items() if not _lacking(method, layers, model))
+            reason = f"{call.name} needs {lacking}; methods that need none: {offered}"
+            raise FailedPrecondition(reason, field=f"methods[{index}].name")
+
+
+def _lacking(method: Method, layers: Sequence[str], model: ModelInfo) -> str:
+    """Return what a method needs and a model lacks, at some layers; empty for nothing."""
+    if method.layered and not layers:
+        return f"a layer with a grid over the image, and {model.name} has none"
+    if "image" in method.gradients and not model.differentiable:
+        return f"the gradient at the image, and none flows back to it in {model.name}"
+    cut = [name for name in layers if not model.layers[name].differentiable]
+    if "layer" in method.gradients and cut:
+        return f'the gradient at layer "{cut[0]}", and none flows back to it in {model.name}'
+    return ""
+
+
 def _check_contrasts(calls: Sequence[MethodCall], targets: Sequence[Target]) -> None:
     """Check that no method that compares detected objects gets a contrast."""
     for index, call in enumerate(calls):
@@ -286,7 +308,7 @@ def _read_layers(names: Sequence[str], model: ModelInfo) -> tuple[str, ...]:
         raise InvalidArgument("a layer is named twice", field="layers")
     for index, name in enumerate(names):
         check_layer(name, model, f"layers[{index}]")
-    return tuple(names) or model.pyramid or (model.default_layer,)
+    return tuple(names) or model.pyramid or model.default_layers
 
 
 def _read_pyramid(names: Sequence[str], model: ModelInfo) -> tuple[str, ...]:
@@ -316,8 +338,6 @@ def check_layer(name: str, model: ModelInfo, field: str) -> None:
     """
     layer = find_layer(name, model, field)
     if not layer.layout:
-        raise FailedPrecondition(
-            f'layer "{name}" cannot be explained: {layer.reason}; {model.name} has {list_layers(model)}, '
-            f'and the default is "{model.default_layer}"',
-            field=field,
-        )
+        others = f'{list_layers(model)}, and the default is "{model.default_layer}"' if model.default_layer else "none"
+        reason = f'layer "{name}" cannot be explained: {layer.reason}; {model.name} has {others}'
+        raise FailedPrecondition(reason, field=field)

@@ -136,7 +136,8 @@ def _compute_gradcam(module: nn.Module, info: ModelInfo, batch: Tensor) -> None:
     precision: torch.dtype = getattr(torch, info.precision)
     half = precision != torch.float32 and batch.dtype == torch.float32  # otherwise the weights have that precision
     autocast = torch.autocast(batch.device.type, precision if half else torch.bfloat16, enabled=half)
-    with torch.enable_grad(), capture_layers({info.default_layer: module.get_submodule(info.default_layer)}), autocast:
+    layers = {name: module.get_submodule(name) for name in info.default_layers}
+    with torch.enable_grad(), capture_layers(layers), autocast:
         output = module(batch.clone())  # a model may change its input in place
         sums = [part.sum() for part in pytree.tree_leaves(output) if isinstance(part, Tensor) and part.requires_grad]
     if sums:

@@ -104,7 +104,8 @@ def accelerate(module: nn.Module, info: ModelInfo, options: AccelerationOptions)
         return Acceleration(None, channels_last=False)
     acceleration, possible = None, layout.can_be_channels_last(module, info)
     one_size = not isinstance(info.preprocess.resize, KeepAspect)  # the copy's kernels are chosen for one size
-    if info.task != "detect" and one_size and info.layers[info.default_layer].calls == 1:
+    runs_once = all(info.layers[name].calls == 1 for name in info.default_layers)
+    if info.task != "detect" and one_size and runs_once and info.differentiable and info.default_layer:
         try:
             acceleration = _accelerate(module, info, options, channels_last=possible)
         except Exception as error:  # noqa: BLE001 -- a user's model may raise anything; it can run without the copy
