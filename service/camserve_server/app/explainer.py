@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_args
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from camserve_server.models import ModelSpec, Source, TextTower, parse, search_c
 from camserve_server.models.heads import Output
 from camserve_server.models.live import unwrap
 from camserve_server.models.source import IMAGENET_MEAN, IMAGENET_STD, Labels, names_of
-from camserve_server.models.values import DeclaredTask
+from camserve_server.models.values import Activation, DeclaredTask, Task
 
 if TYPE_CHECKING:
     from camserve_server.imaging.values import Preprocess
@@ -52,6 +52,8 @@ class NetworkOptions(TypedDict, total=False):
             the network's output into logits [B, classes].
         task: Task of the network, such as "multilabel", or "binary" for one logit for two classes. Default:
             detected by running it.
+        activation: The softmax or sigmoid that the network applies to its logits itself, "softmax" or "sigmoid"; "none"
+            if its outputs are logits. Default: detected by running it.
         accelerate: True to run a faster copy of the network where one exists. Default: True.
         text: Text encoder of a network whose output is an embedding of the image, such as that of CLIP. Labels are then
             texts.
@@ -74,6 +76,7 @@ class NetworkOptions(TypedDict, total=False):
     transform: Transform | None
     output: Output | str | int | None
     task: DeclaredTask | None
+    activation: Activation | None
     accelerate: bool
     text: TextTower | None
 
@@ -227,10 +230,16 @@ def _spec_of(network: nn.Module, options: NetworkOptions) -> ModelSpec:
         options.get("std", IMAGENET_STD),
         options.get("transform"),
     )
+    for name, choices in (("task", (*get_args(Task), "binary")), ("activation", get_args(Activation))):
+        value: Any = options.get(name)
+        if value is not None and value not in choices:
+            raise ConfigError(f'{name}="{value}"{did_you_mean(str(value), choices)}: one of {", ".join(choices)}')
     labels = names_of(options.get("labels"))
     text = options.get("text")
     task = options.get("task") or ("embed" if text else None)
-    source = Source(network, preprocess, labels, task, options.get("output"), text)
+    source = Source(
+        network, preprocess, labels, task, options.get("output"), text, activation=options.get("activation")
+    )
     accelerate = options.get("accelerate", True)
     return replace(spec_of_network(type(unwrap(network)).__name__, source, shared=True), accelerate=accelerate)
 

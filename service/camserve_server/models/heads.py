@@ -5,8 +5,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree  # flattens every output structure that torch knows
 
 from camserve_server.core.errors import ConfigError, did_you_mean
+from camserve_server.models.endings import Probabilities
 from camserve_server.models.tasks import values_of
 
 Output: TypeAlias = Callable[[Any], Any]
@@ -37,6 +39,31 @@ def _parts(output: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(index), value) for index, value in enumerate(output))
 
 
+SMALLEST = torch.finfo(torch.float32).tiny
+LARGEST = 1 - torch.finfo(torch.float32).eps / 2
+
+
+def logits_of(probabilities: Probabilities) -> Output:
+    """Return the function that turns the probabilities of a softmax or sigmoid into logits that have them.
+
+    The logits of a softmax are the logarithms of its probabilities: they are its own, but for a number that all classes
+    share. Those of a sigmoid are its own. A probability of exactly 0 or 1 has no gradient.
+    """
+
+    def logits(output: Any) -> Any:
+        values = values_of(output, "classify")
+        inner = values.clamp(SMALLEST, LARGEST)
+        result = inner.log() if probabilities == "softmax" else inner.log() - torch.log1p(-inner)
+        return {"out": result} if values.dim() == 4 else result  # noqa: PLR2004 -- [B,C,h,w]
+
+    return logits
+
+
+def leaf_of(index: int) -> Output:
+    """Return the function that takes the tensor with an index out of all tensors of an output."""
+    return lambda output: pytree.tree_leaves(output)[index]
+
+
 def two_classes(output: Any) -> Any:
     """Return the logits of two classes from one logit z of the second class: -z/2 and z/2.
 
@@ -53,6 +80,15 @@ def two_classes(output: Any) -> Any:
     return {"out": logits} if values.dim() == 4 else logits  # noqa: PLR2004 -- [B,1,h,w]
 
 
-def composed(first: Output | None, second: Output) -> Output:
-    """Return the function that applies two functions, one after the other."""
-    return second if first is None else lambda output: second(first(output))
+def composed(*functions: Output | None) -> Output | None:
+    """Return the function that applies functions one after the other; None if there are none."""
+    steps = [function for function in functions if function is not None]
+    if not steps:
+        return None
+
+    def apply(output: Any) -> Any:
+        for step in steps:
+            output = step(output)
+        return output
+
+    return apply

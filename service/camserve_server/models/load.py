@@ -31,11 +31,12 @@ from camserve_server.models import (
     text,
 )
 from camserve_server.models.acceleration import TIMED_ROWS, AcceleratedModel, AccelerationOptions, accelerate
+from camserve_server.models.endings import Ending
 from camserve_server.models.hooks import has_forward_hooks, output_of
 from camserve_server.models.pickles import CorruptFileError, printable
 from camserve_server.models.probe_cache import Probed
 from camserve_server.models.source import Source
-from camserve_server.models.sources import build
+from camserve_server.models.sources import build, with_logits
 from camserve_server.models.spec import ModelSpec
 from camserve_server.models.text import TextTower
 from camserve_server.models.values import ModelInfo, Pass, Task
@@ -286,16 +287,21 @@ def _probe_or_recall(spec: ModelSpec, source: Source, device: str) -> tuple[Prob
     """Probe a model, unless an earlier start has left the result; return it with the digest of the weights."""
     module = source.module
     if not probe_cache.is_cacheable(spec, device):
-        return _probe(source, device), digest(module)
-    sha256, state = digest(module), _state_of(module)
+        return _probe(spec, source, device), digest(module)
+    sha256, state, kinds = digest(module), _state_of(module), _kinds_of(module)
     key = probe_cache.key_of(spec, source.preprocess.size, len(source.labels), sha256)
     if probed := probe_cache.load(key, module):
         return probed, sha256
-    probed = _probe(source, device)
+    probed = _probe(spec, source, device)
     if _state_of(module) != state:  # the model changes its buffers while it runs
         return probed, digest(module)
-    probe_cache.store(key, probed)
+    if _kinds_of(module) == kinds:  # otherwise it was changed to return logits
+        probe_cache.store(key, probed)
     return probed, sha256
+
+
+def _kinds_of(module: nn.Module) -> list[type[nn.Module]]:
+    return [type(part) for part in module.modules()]
 
 
 def _state_of(module: nn.Module) -> dict[str, tuple[int, int]]:
@@ -304,10 +310,13 @@ def _state_of(module: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: (tensor.data_ptr(), tensor._version) for name, tensor in state.items()}  # noqa: SLF001 -- as in `hooks`
 
 
-def _probe(source: Source, device: str) -> Probed:
-    task, module = cast("Task | None", source.task), source.module  # `build` has replaced a binary task
-    trial = tasks.Trial(task, source.labels, source.queries)
+def _probe(spec: ModelSpec, source: Source, device: str) -> Probed:
+    # Two classes have been made of the logit of a binary task.
+    task, module = cast("Task | None", None if source.task == "binary" else source.task), source.module
+    trial = tasks.Trial(task, source.labels, source.queries, source.activation)
     layers, classes = probe.probe(module, source.preprocess.size, device, trial, channels=source.preprocess.channels)
+    if trial.ending.probabilities and _can_return_logits(spec, source, trial.ending):
+        return _probe(spec, with_logits(source, trial.ending), device)
     trunk = layers if trial.trunk is None else {name: layer for name, layer in layers.items() if name in trial.trunk}
     is_trunk = partial(probe.is_trunk, modules=dict(module.named_modules()))
     return Probed(
@@ -321,6 +330,19 @@ def _probe(source: Source, device: str) -> Probed:
         dependence=trial.dependence,
         differentiable=trial.differentiable,
     )
+
+
+def _can_return_logits(spec: ModelSpec, source: Source, ending: Ending) -> bool:
+    """Log that a network returns probabilities; return False if it is the caller's own, which is not changed."""
+    if spec.live is not None and source.module is spec.live.module:
+        words = "model %s returns probabilities of a %s, which are taken for logits: return the logits from forward"
+        log.warning(words, spec.name, ending.probabilities)
+        return False
+    is_own = ending.module or ending.leaf is not None or ending.probabilities == "sigmoid"
+    score = "logit" if is_own else "logarithm of a probability"
+    words = "model %s returns probabilities of a %s: its scores are the %s (activation=none takes them for logits)"
+    log.warning(words, spec.name, ending.probabilities, score)
+    return True
 
 
 def _read_weights(spec: ModelSpec, module: nn.Module) -> str:

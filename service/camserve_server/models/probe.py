@@ -110,6 +110,7 @@ def probe(
     image = images[PLAIN : PLAIN + 1]
     with trial.recording(model):
         first = _first_run(model, image, trial, size)
+        trial.find_ending(model, first.last)
         run, gradients = _find_gradients(model, first, image, trial, size)
         trial.find_trunk(model, run.last)
     alone = {**first.intact, "": first.output}

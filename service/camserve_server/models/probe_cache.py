@@ -99,6 +99,7 @@ def key_of(spec: ModelSpec, size: tuple[int, int], labels: int, digest: str) -> 
         "source": spec.origin,
         "task": spec.task,
         "output": spec.output,
+        "activation": spec.activation,
         "size": [*size],
         "sized": spec.size,
         "channels": spec.channels,

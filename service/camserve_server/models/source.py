@@ -11,7 +11,7 @@ from camserve_server.core.errors import ConfigError
 from camserve_server.imaging.values import Preprocess
 from camserve_server.models.heads import Output
 from camserve_server.models.text import TextTower
-from camserve_server.models.values import DeclaredTask
+from camserve_server.models.values import Activation, DeclaredTask
 
 Labels: TypeAlias = Iterable[Any] | Mapping[Any, Any]
 """One label for each class; or a mapping from indices of classes to labels, as `id2label`, or from labels to them."""
@@ -44,6 +44,8 @@ class Source:
             attribute `logits` or first tensor it is.
         text: the text encoder of a model whose output is an embedding; None if it takes no texts. Its labels are texts.
         queries: the number of learned tokens that ask for one object each, as in DETR; 0 without such tokens.
+        activation: the softmax or sigmoid that the network applies to its logits itself; "none" if its output are
+            logits; None to find it out.
 
     Example:
         >>> from torch import nn
@@ -61,6 +63,7 @@ class Source:
     output: Output | str | int | None = None
     text: TextTower | None = None
     queries: int = 0
+    activation: Activation | None = None
 
 
 def names_of(labels: Labels | None) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from torch import nn
 from camserve_server.core import plugins
 from camserve_server.core.errors import ConfigError, did_you_mean
 from camserve_server.models import checkpoint, efficientnet_lite, heads, huggingface, live, recomputation
+from camserve_server.models.endings import Ending
 from camserve_server.models.source import IMAGENET_LABELS, LITE, Source, names_of
 from camserve_server.models.spec import ModelSpec
 
@@ -39,16 +40,49 @@ def build(spec: ModelSpec) -> Source:
         recomputation.switch_off(source.module)
     if spec.live is not None and not is_callers_own and _runs_modules_of(spec, source, spec.live.module):
         is_callers_own, source = True, replace(source, module=spec.live.module)
-    declared = spec.task or source.task
-    output = heads.output_of(spec.output or source.output)
-    if declared == "binary":
-        output = heads.composed(output, heads.two_classes)
+    source = replace(
+        source,
+        task=spec.task or source.task,
+        output=spec.output or source.output,
+        activation=spec.activation or source.activation,
+    )
+    output = _output_of(source)
     if output is None:
-        return replace(source, task=declared)
+        return source
     if is_callers_own:
         raise ConfigError(f"{spec.origin} cannot be copied, so output= cannot be used: return the logits from forward")
-    task = None if declared == "binary" else declared
-    return replace(source, module=live.with_output(source.module, output), task=task)
+    return replace(source, module=live.with_output(source.module, output))
+
+
+def _output_of(source: Source, before: heads.Output | None = None) -> heads.Output | None:
+    """Return the function from the output of a source's network to what is explained; None for the output itself.
+
+    Args:
+        source: the source.
+        before: function that makes logits of the network's probabilities.
+    """
+    classes = heads.two_classes if source.task == "binary" else None
+    return heads.composed(heads.output_of(source.output), before, classes)
+
+
+def with_logits(source: Source, ending: Ending) -> Source:
+    """Return a source whose network, a copy of ours, returns logits, given that it ends in probabilities.
+
+    A softmax or sigmoid that is a module of its own is replaced by nothing. Otherwise the probabilities are turned into
+    logits. Independent probabilities make a multilabel model, or a binary one of a single class for each pixel.
+    """
+    module, before = source.module, heads.logits_of(ending.probabilities)
+    if ending.leaf is not None:
+        source = replace(source, output=heads.composed(heads.output_of(source.output), heads.leaf_of(ending.leaf)))
+        before = None
+    elif ending.module:
+        module.set_submodule(ending.module, nn.Identity())
+        before = None
+    if source.task is None and ending.task:
+        source = replace(source, task=ending.task)
+    if (output := _output_of(source, before)) is not None:
+        module = live.with_output(module, output)
+    return replace(source, module=module, activation="none")
 
 
 def _build(spec: ModelSpec) -> Source:

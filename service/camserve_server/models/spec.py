@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 from camserve_server.core.devices import Precision
 from camserve_server.core.errors import ConfigError, did_you_mean
 from camserve_server.imaging.channels import MAX_CHANNELS
-from camserve_server.models.values import DeclaredTask, Task
+from camserve_server.models.values import Activation, DeclaredTask, Task
 
 EMBEDDED = "efficientnet_lite0"
 """The default model: its ImageNet weights come with `camserve[server]`."""
@@ -23,6 +23,7 @@ OPTIONS = (
     "sha256",
     "task",
     "output",
+    "activation",
     "compile",
     "accelerate",
     "channels",
@@ -67,6 +68,8 @@ class ModelSpec:
         live: a `Source` with a network of this process; None to build the model.
         shared: True if the memory of that network's parameters is shared, False if they are copied.
         output: the key, attribute or index of the output to explain, of a network with several; empty for its own.
+        activation: the softmax or sigmoid that the network applies to its logits itself; "none" if its output are
+            logits; None to find it out.
 
     Example:
         >>> from camserve_server import models
@@ -92,6 +95,7 @@ class ModelSpec:
     shared: bool = False
     accelerate: bool = True
     output: str = ""
+    activation: Activation | None = None
     channels: int | None = None
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -140,6 +144,7 @@ def parse(text: str) -> ModelSpec:
         sha256=options.get("sha256", "").lower(),
         task=_parse_task(text, options.get("task"), source, classes),
         output=options.get("output", ""),
+        activation=_parse_activation(text, options.get("activation")),
         compile=_parse_bool(text, "compile", options),
         accelerate=_parse_bool(text, "accelerate", options, default="true"),
         channels=_parse_channels(text, options, source),
@@ -196,6 +201,12 @@ def _parse_task(text: str, value: str | None, source: str, classes: int | None) 
     if source != "timm" or value not in (None, "embed"):
         raise ConfigError(f'model "{text}": classes=0 replaces the head by an embedding, for timm models only')
     return "embed"
+
+
+def _parse_activation(text: str, value: str | None) -> Activation | None:
+    if value is not None and value not in get_args(Activation):
+        raise ConfigError(f'model "{text}": activation must be one of {", ".join(get_args(Activation))}')
+    return cast("Activation | None", value)
 
 
 def _parse_number(text: str, key: str, options: dict[str, str], least: int = 1) -> int | None:

@@ -10,15 +10,19 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from camserve_server.core.errors import ConfigError, FailedPrecondition
-from camserve_server.models import detectors, pyramid
+from camserve_server.models import detectors, endings, pyramid
+from camserve_server.models.endings import Ending
 from camserve_server.models.hooks import first_tensor
 from camserve_server.models.independence import Dependence
 from camserve_server.models.outputs import OBJECT_COLUMNS
-from camserve_server.models.values import LayerInfo, Task
+from camserve_server.models.values import Activation, LayerInfo, Task
 
 OBJECT_KEYS = ("boxes", "labels", "scores")
 """Keys of each image's objects in the output of torchvision's detectors."""
 
+
+WITH_CLASSES = ("classify", "multilabel", "segment")
+"""Tasks of networks whose outputs are logits, of which camserve makes probabilities."""
 
 LEAST_SHARE = 4
 """Logits of every pixel have at least a quarter of the input's rows and columns; features of a backbone have fewer."""
@@ -115,6 +119,7 @@ class Trial:
         task: the task that the model is declared to have; None to find it out.
         labels: the labels of its classes, if known.
         queries: the number of its tokens that ask for one object each.
+        activation: what made probabilities of its logits; None to find it out.
 
     Attributes:
         task: the task.
@@ -125,9 +130,16 @@ class Trial:
         object_classes: the number of classes in which a detector scores each object; 0 if it scores only one.
         dependence: what its outputs depend on besides the image.
         differentiable: True if the scores have a gradient at the image.
+        ending: how the network ends, if it has classes.
     """
 
-    def __init__(self, task: Task | None = None, labels: Collection[str] = (), queries: int = 0) -> None:
+    def __init__(
+        self,
+        task: Task | None = None,
+        labels: Collection[str] = (),
+        queries: int = 0,
+        activation: Activation | None = "none",
+    ) -> None:
         self.task: Task = task or "classify"
         self.classes = 0
         self.trunk: set[str] | None = None
@@ -135,6 +147,9 @@ class Trial:
         self.object_classes = 0
         self.dependence = Dependence()
         self.differentiable = True
+        self.ending = Ending()
+        self._activation = activation
+        self._output: Any = None
         self._declared_task = task
         self._labels = labels
         self.graph = pyramid.ObjectGraph()
@@ -164,7 +179,7 @@ class Trial:
         Raises:
             ConfigError: the output does not fit the task.
         """
-        self.task = self._declared_task or task_of(output, size)
+        self.task, self._output = self._declared_task or task_of(output, size), output
         self._values = values = _checked_values(output, self.task)
         self._has_logits = _logits(output) is not None
         if self.task != "detect":
@@ -173,6 +188,12 @@ class Trial:
         self.classes, self._objects = detectors.classes_of(model, self._labels), output[0]
         self.object_classes = values.shape[2] - OBJECT_COLUMNS
         return values[:, :, 1]
+
+    def find_ending(self, model: nn.Module, outputs: Mapping[str, Tensor | None]) -> None:
+        """Find out how a network with classes ends, after its run; see `endings.find`."""
+        if self._activation == "none" or self.task not in WITH_CLASSES or self._values is None:
+            return
+        self.ending = endings.find(model, self._output, self._values, outputs, self._activation)
 
     def find_trunk(self, model: nn.Module, outputs: Mapping[str, Tensor | None]) -> None:
         """Find the layers that may be the default layer.

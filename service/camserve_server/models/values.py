@@ -52,6 +52,10 @@ DeclaredTask: TypeAlias = Task | Literal["binary"]
 """A task as a user declares it. A binary model has one logit for two classes; two logits are made of it."""
 
 
+Activation: TypeAlias = Literal["none", "softmax", "sigmoid"]
+"""The function that a network applies to its own logits, so that its output are probabilities."""
+
+
 PYRAMID = "pyramid"
 """Name, in requests and results, of all layers of a model's pyramid together."""
 
