@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FORMATS = {".jpg": "jpeg", ".jpeg": "jpeg", ".png": "png", ".webp": "webp"}
 
-_PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I"})
+_PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
 _DECODED_FORMATS = ("JPEG", "PNG", "WEBP")
 _MASK_MODES = frozenset({"1", "L"})
 _RGB = 3
@@ -154,11 +154,25 @@ def encode(image: Image.Image, encoding: str, quality: int = _JPEG_QUALITY) -> b
 
 
 def from_pil(image: Image.Image) -> bytes:
-    """Encode a PIL image as PNG, or as NPY if its values are floats, after applying its EXIF orientation."""
+    """Encode a PIL image as PNG, or as NPY if its values are floats, after applying its EXIF orientation.
+
+    Raises:
+        InvalidArgument: Its values are whole numbers of more than 16 bits.
+    """
     upright = ImageOps.exif_transpose(image)
     if upright.mode == "F":
         return from_array(np.asarray(upright))
+    if upright.mode == "I":
+        return from_array(_whole_numbers(np.asarray(upright)))
     return encode(upright if upright.mode in _PNG_MODES else upright.convert("RGB"), "png")
+
+
+def _whole_numbers(values: NDArray[np.int32]) -> NDArray[np.uint8 | np.uint16]:
+    """Return the values of a PIL image of mode "I" in 8 bits, as of ``image.convert("I")``, or else in 16."""
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high > np.iinfo(np.uint16).max:
+        raise _invalid(f"an image has whole numbers from 0 to 65,535, not {low:,} to {high:,}")
+    return values.astype(np.uint8 if high <= np.iinfo(np.uint8).max else np.uint16)
 
 
 def from_array(array: NDArray[Any]) -> bytes:

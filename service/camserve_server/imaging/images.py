@@ -69,20 +69,23 @@ _MAX_EXIF = 1 << 16  # bytes
 _CHANNELS: Mapping[int, int] = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by PNG colour type
 _COLOURS: Mapping[int, str] = {0: "grey", 2: "RGB", 3: "palette", 4: "grey and alpha", 6: "RGB and alpha"}
 _GREY = 0
-_GREY_16_BITS = bytes((16, _GREY))  # depth and colour type in a PNG's header
+_DEEP = 16  # bits of each value
+_GREY_16_BITS = bytes((_DEEP, _GREY))  # depth and colour type in a PNG's header
 _MASK_DEPTH = 8  # bits; of 16 bits OpenCV would keep the upper 8, which are 0 in the masks of some programs
 _MAX_DEFLATE_RATIO = 1032
 _SLICE = 1 << 15  # bytes to inflate at a time
 
 _RGB_BYTES = 3  # of a pixel
+_LEAST_UNIT, _MOST_UNIT = -1.0, 2.0  # of values from 0 to 1: a resampling overshoots, and a bright thing may be above 1
 
 
-def decode(data: bytes, limits: Limits, channels: int = 3) -> Photo:
+def decode(data: bytes, limits: Limits, channels: int = 3, *, keep_depth: bool = False) -> Photo:
     """Decode a JPEG, PNG, WebP, BMP, TIFF or NPY file, upright.
 
-    The EXIF orientation is applied. Grey becomes RGB, and 16 bits of a PNG become the upper 8. CMYK is converted as
-    stored, without its colour profile. Alpha is dropped and the colour below it kept, as Pillow's `convert("RGB")`
-    does. An animated WebP gives its first frame; an animated PNG gives the picture that viewers without animation show.
+    The EXIF orientation is applied. Grey becomes RGB, and 16 bits of a PNG become the upper 8, unless `keep_depth` is
+    true. CMYK is converted as stored, without its colour profile. Alpha is dropped and the colour below it kept, as
+    Pillow's `convert("RGB")` does. An animated WebP gives its first frame; an animated PNG gives the picture that
+    viewers without animation show.
 
     For a model with one channel, colours become grey as by Pillow's `convert("L")`, and a grey PNG keeps its 16 bits.
     TIFF and NPY files keep their channels and their values: uint8, uint16 or float32.
@@ -91,6 +94,7 @@ def decode(data: bytes, limits: Limits, channels: int = 3) -> Photo:
         data: the file.
         limits: limits on one request.
         channels: the number of channels of the model's input.
+        keep_depth: True to keep the 16 bits of a PNG, for a range of values that is not that of 8 bits.
 
     Returns:
         The pixels [height, width, channels], contiguous, owned by the caller: uint8 RGB from most files.
@@ -105,6 +109,8 @@ def decode(data: bytes, limits: Limits, channels: int = 3) -> Photo:
     still = _strip_png(data, size, limits) if kind == "PNG" else data
     if channels == 1 and kind == "PNG" and data[24:26] == _GREY_16_BITS:
         return _read_pixels(still, kind, cv2.IMREAD_GRAYSCALE | cv2.IMREAD_ANYDEPTH)[:, :, None]
+    if keep_depth and channels == raw.RGB and kind == "PNG" and data[24] == _DEEP:
+        return _read_pixels(still, kind, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_ANYDEPTH)
     pixels = _read_pixels(still, kind, cv2.IMREAD_COLOR_RGB).astype(np.uint8, copy=False)
     if channels == 1:
         return np.array(Image.fromarray(pixels).convert("L"))[:, :, None]
@@ -163,7 +169,8 @@ def memory_to_decode(data: bytes) -> int:
             return raw.memory_to_read(kind, data)
         size: Size = struct.unpack_from(">II", data, 16) if kind == "PNG" else _SIZES[kind](data)
         # OpenCV decodes into an array of its own, and copies that.
-        return max(0, size[0] * size[1]) * (2 * _RGB_BYTES + (kind == "WebP"))
+        copies = 2 + 2 * (kind == "PNG" and data[24] == _DEEP)
+        return max(0, size[0] * size[1]) * (copies * _RGB_BYTES + (kind == "WebP"))
     except (InvalidArgument, struct.error, IndexError, KeyError, ValueError):
         return 0
 
@@ -506,12 +513,36 @@ def fit(photo: Photo, preprocess: Preprocess) -> tuple[Input, Box]:
     preprocess = preprocess.for_photo(size)
     rows, columns = _axes(size, preprocess)
     bytes_stay = photo.dtype == np.uint8 and preprocess.value_range is None
+    if photo.dtype == np.float32 and preprocess.value_range is None:
+        _check_unit(photo, preprocess)
     values = photo if bytes_stay else raw.as_unit(photo, preprocess.value_range)
     cropped = _resampler(rows, columns, preprocess)(values, rows, columns, preprocess.interpolation)
     image = _pad(cropped, rows, columns, preprocess.fill if bytes_stay else preprocess.fill / 255)
     if not bytes_stay:
         image = raw.normalised(image, preprocess.mean, preprocess.std)
     return cast("Input", image), visible_box(size, preprocess)
+
+
+def _check_unit(photo: Photo, preprocess: Preprocess) -> None:
+    """Check that floating-point values are in the unit of the model's mean and standard deviation.
+
+    If these are from 0 to 1, as those of ImageNet, values far outside are in another unit, such as 0 to 255. A mean of
+    0 and a deviation of 1 say nothing: the photo may be normalised already.
+
+    Raises:
+        InvalidArgument: they are in another unit.
+    """
+    mean, std = preprocess.mean, preprocess.std
+    says_nothing = not any(mean) and all(value == 1 for value in std)
+    if says_nothing or max(map(abs, mean)) > 1 or max(std) > 1:
+        return
+    low, high = float(photo.min()), float(photo.max())
+    if low < _LEAST_UNIT or high > _MOST_UNIT:
+        raise InvalidArgument(
+            f"the image has values from {low:g} to {high:g}, and the model takes 0 to 1: name the values that become 0 "
+            "and 1, such as 0 and 255, with value_range",
+            field="value_range",
+        )
 
 
 def _axes(size: Size, preprocess: Preprocess) -> tuple[_CropAxis, _CropAxis]:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from camserve_server.models.source import Source
 from camserve_server.models.sources import build, with_logits
 from camserve_server.models.spec import ModelSpec
 from camserve_server.models.text import TextTower
-from camserve_server.models.values import ModelInfo, Pass, Task
+from camserve_server.models.values import ModelInfo, Pass
 
 log = logging.getLogger(__name__)
 
@@ -312,7 +312,7 @@ def _state_of(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 def _probe(spec: ModelSpec, source: Source, device: str) -> Probed:
     # Two classes have been made of the logit of a binary task.
-    task, module = cast("Task | None", None if source.task == "binary" else source.task), source.module
+    task, module = None if source.task == "binary" else source.task, source.module
     trial = tasks.Trial(task, source.labels, source.queries, source.activation)
     layers, classes = probe.probe(module, source.preprocess.size, device, trial, channels=source.preprocess.channels)
     if trial.ending.probabilities and _can_return_logits(spec, source, trial.ending):

@@ -71,7 +71,8 @@ def with_logits(source: Source, ending: Ending) -> Source:
     A softmax or sigmoid that is a module of its own is replaced by nothing. Otherwise the probabilities are turned into
     logits. Independent probabilities make a multilabel model, or a binary one of a single class for each pixel.
     """
-    module, before = source.module, heads.logits_of(ending.probabilities)
+    module = source.module
+    before: heads.Output | None = heads.logits_of(ending.probabilities)
     if ending.leaf is not None:
         source = replace(source, output=heads.composed(heads.output_of(source.output), heads.leaf_of(ending.leaf)))
         before = None

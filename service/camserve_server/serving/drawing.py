@@ -14,7 +14,7 @@ from camserve_server.core.limits import Limits
 from camserve_server.imaging import images, regions, render, scales
 from camserve_server.imaging.values import Rendering
 from camserve_server.serving import memory
-from camserve_server.serving.photos import PreparedPhoto, shown
+from camserve_server.serving.photos import PreparedPhoto, decoded, shown
 from camserve_server.serving.requests import ExplainRequest
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ def draw_and_reply(
     """
     rendering, pixels, drawn = request.rendering, photo.pixels, list[jobs.Explanation]()
     if pixels is None and rendering.pictures:
-        pixels = shown(images.decode(request.image, limits, request.job.model.channels), rendering)
+        pixels = shown(decoded(request.image, request.job.model.preprocess, limits), rendering)
         yield
     input_size = (photo.image.shape[0], photo.image.shape[1])
     scale = yield from _common_scale(rendering, input_size, explanations)

@@ -24,6 +24,7 @@ from camserve_server.jobs.texts import NO_IMAGE
 from camserve_server.models.values import Kind, Pass
 from camserve_server.serving import channels, memory
 from camserve_server.serving.explain import Pipeline, submit_for
+from camserve_server.serving.photos import decoded
 from camserve_server.serving.requests import FeaturesRequest, InspectRequest
 from camserve_server.serving.results import FeaturesResult, InspectResult, ModelPrediction, Prediction, Timing
 from camserve_server.targets import anything, kind_of
@@ -265,7 +266,7 @@ async def _decode(pipeline: Pipeline, request: InspectRequest | FeaturesRequest,
 
 
 def _prepare(data: bytes, preprocess: Preprocess, limits: Limits, *, drawn: bool) -> _PreparedPhoto:
-    photo = images.decode(data, limits, preprocess.channels)
+    photo = decoded(data, preprocess, limits)
     image, seen = images.make_input(photo, data, preprocess)
     shown = components.reduce(picture_of(photo)) if drawn else None
     return _PreparedPhoto((photo.shape[0], photo.shape[1]), image, seen, shown)

@@ -12,7 +12,7 @@ from camserve_server.core.arrays import Input, Photo, Pixels
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import channels, images
-from camserve_server.imaging.values import Box, Part, Rendering
+from camserve_server.imaging.values import Box, Part, Preprocess, Rendering
 from camserve_server.jobs import Job
 from camserve_server.models.values import ModelInfo
 from camserve_server.serving import memory, receipts
@@ -49,7 +49,7 @@ class PreparedPhoto:
 def prepare_photo(request: ExplainRequest, limits: Limits) -> Generator[None, None, PreparedPhoto]:
     """Decode the photo and the images of its targets; pause after each image, so that other callers have a turn."""
     _check_pixels(request, limits)
-    photo = images.decode(request.image, limits, request.job.model.channels)
+    photo = decoded(request.image, request.job.model.preprocess, limits)
     size = (photo.shape[0], photo.shape[1])
     memory.check_drawn_pixels(request.job, request.rendering, size, limits)
     image, seen = images.make_input(photo, request.image, request.job.model.preprocess)
@@ -64,6 +64,11 @@ def prepare_photo(request: ExplainRequest, limits: Limits) -> Generator[None, No
             job = replace(job, targets=(*job.targets[:index], converted, *job.targets[index + 1 :]))
     receipt = receipts.receipt_of(job.model, request.image, image, job.interventions)
     return PreparedPhoto(kept, size, image, seen, job, receipt)
+
+
+def decoded(data: bytes, preprocess: Preprocess, limits: Limits) -> Photo:
+    """Decode a photo for a model: with the whole depth of its values, if the request says which become 0 and 1."""
+    return images.decode(data, limits, preprocess.channels, keep_depth=preprocess.value_range is not None)
 
 
 def shown(photo: Photo, rendering: Rendering) -> Pixels:
@@ -118,7 +123,7 @@ def _to_input(
     kind = kind_of(target)
     if other := kind.compared(target):
         with _file_field(index, target):
-            photo = images.decode(other.file, limits, model.channels)
+            photo = decoded(other.file, preprocess, limits)
             return SimilarityTarget(image=images.make_input(photo, other.file, preprocess)[0])
     if file := kind.file(target):
         with _file_field(index, target):
