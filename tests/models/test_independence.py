@@ -56,11 +56,17 @@ class OneAtATime(Plain):
 
 
 DEPENDENT = {
-    "batch_norm": (without_statistics, "the output of stem.1 (BatchNorm2d) for an image depends on the other images"),
-    "shift": (lambda: changed(Shifting), "the output of body.0 (Conv2d) for an image depends on the other images"),
+    "batch_norm": (
+        without_statistics,
+        "the output of its module stem.1 (BatchNorm2d) for an image depends on the other images",
+    ),
+    "shift": (
+        lambda: changed(Shifting),
+        "the output of its module body.0 (Conv2d) for an image depends on the other images",
+    ),
     "batch_axis": (
         lambda: changed(OverTheBatch),
-        "the output of the network itself (OverTheBatch) for an image depends on the other images",
+        "the output of its own forward (OverTheBatch) for an image depends on the other images",
     ),
     "one_image": (lambda: changed(OneAtATime), "it fails with several images: "),
 }
@@ -118,7 +124,7 @@ class Drifting(Plain):
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [(AlwaysDropping, "head (Linear)"), (Drifting, "the network itself (Drifting)")],
+    [(AlwaysDropping, "its module head (Linear)"), (Drifting, "its own forward (Drifting)")],
     ids=["dropout", "count"],
 )
 def test_output_that_differs_in_each_run_is_named(kind, words, caplog):
@@ -126,7 +132,7 @@ def test_output_that_differs_in_each_run_is_named(kind, words, caplog):
     with caplog.at_level(logging.WARNING, "camserve_server"), Explainer(changed(kind), **OPTIONS) as explainer:
         assert explainer.model().independent_rows is True
 
-    assert f"another output in each run, first of its module {words}" in caplog.text
+    assert f"another output in each run, first in {words}" in caplog.text
     assert kind is AlwaysDropping or torch.equal(before, torch.random.get_rng_state())
 
 

@@ -26,6 +26,7 @@ from camserve_server.models import ModelSpec, Source, TextTower, parse, search_c
 from camserve_server.models.heads import Output
 from camserve_server.models.live import unwrap
 from camserve_server.models.source import IMAGENET_MEAN, IMAGENET_STD, Labels, names_of
+from camserve_server.models.stem import RGB, channels_of
 from camserve_server.models.values import Activation, DeclaredTask, Task
 
 if TYPE_CHECKING:
@@ -223,13 +224,8 @@ def _spec_of(network: nn.Module, options: NetworkOptions) -> ModelSpec:
     if unknown := options.keys() - NetworkOptions.__annotations__.keys():
         name = min(unknown)
         raise ConfigError(f'unknown option "{name}"{did_you_mean(name, NetworkOptions.__annotations__)}')
-    preprocess = inputs.preprocess_of(
-        options.get("size"),
-        options.get("crop"),
-        options.get("mean", IMAGENET_MEAN),
-        options.get("std", IMAGENET_STD),
-        options.get("transform"),
-    )
+    mean, std = _statistics_of(network, options)
+    preprocess = inputs.preprocess_of(options.get("size"), options.get("crop"), mean, std, options.get("transform"))
     for name, choices in (("task", (*get_args(Task), "binary")), ("activation", get_args(Activation))):
         value: Any = options.get(name)
         if value is not None and value not in choices:
@@ -242,6 +238,21 @@ def _spec_of(network: nn.Module, options: NetworkOptions) -> ModelSpec:
     )
     accelerate = options.get("accelerate", True)
     return replace(spec_of_network(type(unwrap(network)).__name__, source, shared=True), accelerate=accelerate)
+
+
+def _statistics_of(network: nn.Module, options: NetworkOptions) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the mean and the deviation of each channel: ImageNet's, or their averages for other channels than RGB."""
+    given = options.get("mean"), options.get("std")
+    channels = next((len(each) for each in given if isinstance(each, Sequence)), 0)
+    if not channels and "transform" not in options and isinstance(network, nn.Module):
+        channels = channels_of(unwrap(network))
+    usual = (
+        (IMAGENET_MEAN, IMAGENET_STD)
+        if channels in (0, RGB)
+        else ((sum(each) / len(each),) * channels for each in (IMAGENET_MEAN, IMAGENET_STD))
+    )
+    mean, std = (own if each is None else each for each, own in zip(given, usual, strict=True))
+    return mean, std
 
 
 def _spec(text: str) -> ModelSpec:

@@ -8,12 +8,13 @@ silence channels of a layer share everything up to the layer (`score`).
 This package may import `metrics` and the packages below.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 
 from camserve_server.core.devices import device_for
-from camserve_server.core.errors import OutOfMemory
+from camserve_server.core.errors import FailedPrecondition, OutOfMemory, ServiceError
 from camserve_server.engine import (
     attention,
     bias,
@@ -29,10 +30,12 @@ from camserve_server.engine import (
 from camserve_server.engine.batch import find_unique_inputs, in_row_order
 from camserve_server.engine.inputs import apply_view, normalise
 from camserve_server.engine.values import Row, RowResult
-from camserve_server.models import LoadedModel
+from camserve_server.models import LoadedModel, faults
 from camserve_server.models.interventions import intervene
 from camserve_server.models.randomise import random_weights
 from camserve_server.models.values import Kind, Pass
+
+log = logging.getLogger(__name__)
 
 RUNS: Mapping[Kind, Callable[[LoadedModel, Pass, Sequence[Row]], list[RowResult]]] = {
     "score": score.run,
@@ -80,18 +83,27 @@ class Engine:
 
         Raises:
             OutOfMemory: the batch is too large for the device.
-            ServiceError: a row cannot be computed; run the rows one by one to find out which.
+            ServiceError: a row cannot be computed, also because the model's own code raises an error; run the rows one
+                by one to find out which.
         """
+        model = self._models[pass_.model]
         try:
-            model = self._models[pass_.model]
             # Before the hooks of the captures: they capture what an intervention has changed.
             changes = intervene(model, pass_.interventions) if pass_.interventions else nullcontext()
             with self._context, model.evaluation_mode(), random_weights(model, pass_.randomised), changes:
                 run = partial(RUNS[pass_.kind], model.for_pass(pass_), pass_)
                 return run(rows) if model.info.independent_rows else _run_alone(run, rows)
+        except ServiceError:
+            raise
         except Exception as error:
             if not self._device.is_out_of_memory(error):
-                raise
+                place = faults.place_of(error, model.for_pass(pass_).module)
+                if not place:
+                    raise
+                words = f"{model.info.name} failed in {place}: {faults.message_of(error)}"
+                if len(rows) == 1:  # of several, each will be run alone
+                    log.warning("%s", words, exc_info=error)
+                raise FailedPrecondition(words) from None
         # Raised after the block: as the context of our error, torch's would keep the tensors that fill the memory.
         raise OutOfMemory("the device has no memory for this", retry_after=1.0)
 

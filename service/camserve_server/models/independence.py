@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from camserve_server.models import faults
 from camserve_server.models.hooks import first_tensor
 from camserve_server.models.layout_probe import PLAIN
 
@@ -77,9 +78,11 @@ def confirm(model: nn.Module, image: Tensor) -> Dependence:
     first, again, together = runs
     for name, output in first.items():
         if differs(output, again.get(name), certain):
-            return Dependence(run=_words(model, name))
+            return Dependence(run=faults.words_of(model, name))
         if differs(output, together.get(name), certain):
-            words = f"the output of {_words(model, name)} for an image depends on the other images of its batch"
+            words = (
+                f"the output of {faults.words_of(model, name)} for an image depends on the other images of its batch"
+            )
             return Dependence(mates=words)
     return Dependence()
 
@@ -105,8 +108,3 @@ def _outputs(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
                 stack.enter_context(module.register_forward_hook(lambda _m, _i, out, name=name: keep(name, out)))
         keep("", model(images.clone()))
     return outputs
-
-
-def _words(model: nn.Module, name: str) -> str:
-    kind = type(model.get_submodule(name)).__name__
-    return f"{name} ({kind})" if name else f"the network itself ({kind})"

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree  # flattens every output structure tha
 
 from camserve_server.core.devices import device_for
 from camserve_server.core.errors import ConfigError
-from camserve_server.models import grid, independence, layout_probe
+from camserve_server.models import faults, grid, independence, layout_probe, stem
 from camserve_server.models.hooks import changes_in_place, first_tensor
 from camserve_server.models.independence import Dependence
 from camserve_server.models.layout_probe import PLAIN, Reading
@@ -307,7 +308,20 @@ def _output(model: nn.Module, image: Tensor) -> Any:
     except Exception as error:
         size, channels = "x".join(map(str, image.shape[2:])), image.shape[1]
         kind = "pixels" if channels == RGB else f"pixels with {channels} channel{'s' * (channels > 1)}"
-        raise ConfigError(f"it does not run on an image of {size} {kind}: {error}") from error
+        hint = _hint(model, channels)
+        place = faults.place_of(error, model)
+        words = f"it does not run on an image of {size} {kind}: {faults.message_of(error)}"
+        raise ConfigError(words + (f", in {place}" if place else "") + hint) from error
+
+
+def _hint(model: nn.Module, channels: int) -> str:
+    """Return what may be missing in the description of a model that does not run."""
+    if "input_ids" in signature(model.forward).parameters:
+        return "; it takes texts, too: name its saved folder as hf:FOLDER, or give its part for texts as text="
+    first = stem.channels_of(model)
+    if first in (0, channels):
+        return ""
+    return f"; its first convolution takes {first} channels: give mean and std a number for each"
 
 
 def _observe(

@@ -42,6 +42,12 @@ def rebuild(module: nn.Module, channels: int) -> None:
     setattr(module.get_submodule(parent), child, convolution)
 
 
+def channels_of(module: nn.Module) -> int:
+    """Return the number of channels that the first convolution of a network takes; 0 without a convolution."""
+    first = next(filter(_is_convolution, module.modules()), None)
+    return first.in_channels if isinstance(first, nn.Conv2d) else 0
+
+
 def _is_convolution(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv2d)
 
