@@ -36,8 +36,9 @@ REPLACEMENTS: Mapping[str, str] = {
     r"\bAsyncClient\b": "Client",
     r"\bcamserve\._async\b": "camserve._sync",
     r"\b_transport_async\b": "_transport_sync",
-    # `camserve_server.Explainer` extends this method of the synchronous client, so it is public there.
+    # `camserve_server.Explainer` extends these methods of the synchronous client, so they are public there.
     r"\b_file_of\b": "file_of",
+    r"\b_named\b": "named",
     # Sentences.
     r"Asynchronous client, one module for each group of calls\.\n.*\n.*\n": "Synchronous client.\n",
     r"The asynchronous client\.": "The synchronous client.",

@@ -277,3 +277,45 @@ def test_running_refuses_a_network_whose_copy_runs_the_network():
         camserve_server.running({"net": as_written.with_replaced_forward()}),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("targets", "classes"),
+    [
+        (torch.tensor(3), [3]),
+        (np.int64(3), [3]),
+        (np.array(3), [3]),
+        ([torch.tensor(3), np.uint8(1)], [3, 1]),
+        (torch.tensor([3, 1]), [3, 1]),
+        (np.array([3, 1]), [3, 1]),
+    ],
+)
+def test_classes_are_numbers_of_torch_and_numpy(targets, classes):
+    with Explainer(plain(), **OPTIONS) as explainer:
+        found = explainer.explain(IMAGE, targets=targets, overlay=None).explanations
+
+    assert [each.target.class_index for each in found] == classes
+
+
+def test_layers_are_modules_of_the_network():
+    network = plain()
+    network.body = nn.DataParallel(network.body)
+    first, second = network.stem[0], network.body.module[0]
+    with Explainer(network, **OPTIONS) as explainer:
+        layers = [explanation.layer for explanation in explainer.explain(IMAGE, layers=[first, second]).explanations]
+        (streamed,) = explainer.explain_many([{"image": IMAGE, "layers": network.stem}])
+        assert explainer.features(IMAGE, layer=first).layer == "stem.0"
+        assert [layer.name for layer in explainer.inspect(IMAGE, layers=[second, "stem"]).layers] == ["body.0", "stem"]
+        assert explainer.estimate_cost(layers=[first, second]).explanations == 2
+        for stranger in (nn.ReLU(), network):
+            with pytest.raises(camserve.InvalidArgument, match=f"this {type(stranger).__name__} is no module inside"):
+                explainer.explain(IMAGE, layers=[stranger])
+
+    assert layers == ["stem.0", "body.0"]
+    assert streamed.explanations[0].layer == "stem"
+
+
+def test_photo_of_a_phone_is_explained():
+    photo = np.broadcast_to(IMAGE[:1, :1], (4000, 6000, 3))
+    with Explainer(plain(), **OPTIONS) as explainer:
+        assert explainer.explain(photo, overlay=None).photo.width == 6000

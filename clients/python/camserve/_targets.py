@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias, cast
 
 from camserve import _picture
 from camserve._checks import invalid
@@ -495,6 +495,7 @@ def as_iterable(targets: TargetLike | Iterable[TargetLike] | None) -> Iterable[T
     """Return one target, several targets or None as an iterable of targets."""
     if targets is None:
         return ()
-    if isinstance(targets, Iterable) and not isinstance(targets, str):
+    is_number = getattr(targets, "ndim", None) == 0  # an array or a tensor without axes, which claims to be iterable
+    if isinstance(targets, Iterable) and not isinstance(targets, str) and not is_number:
         return targets
-    return (targets,)
+    return (cast("TargetLike", targets),)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_args
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast, get_args
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from camserve_server.imaging.transforms import Transform
 from camserve_server.models import ModelSpec, Source, TextTower, parse, search_current_folder, spec_of_network
 from camserve_server.models.heads import Output
 from camserve_server.models.live import unwrap
+from camserve_server.models.load import PART_WRAPPER
 from camserve_server.models.source import IMAGENET_MEAN, IMAGENET_STD, Labels, names_of
 from camserve_server.models.stem import RGB, channels_of
 from camserve_server.models.values import Activation, DeclaredTask, Task
@@ -32,6 +33,12 @@ from camserve_server.models.values import Activation, DeclaredTask, Task
 if TYPE_CHECKING:
     from camserve_server.imaging.values import Preprocess
     from camserve_server.serving.explain import Pipeline
+
+
+Q = TypeVar("Q")
+
+ROOM = {"max_pixels": 89_478_485, "max_side": 2**16, "max_drawn_pixels": 2**30}
+"""Limits on photos of the caller's own, such as scans and those of a phone. Pillow opens no larger pictures."""
 
 
 class NetworkOptions(TypedDict, total=False):
@@ -125,11 +132,13 @@ class Explainer(camserve.Client):
             raise ConfigError(f"{', '.join(options)}: only for a network; a model spec contains its own options")
         spec = _spec(model) if isinstance(model, str) else _spec_of(model, options)
         self._preprocess: Preprocess | None = spec.live and spec.live.preprocess
+        self._network: nn.Module | None = spec.live and spec.live.module
         flags = {
             "device": device or ("auto" if isinstance(model, str) else _device_of(model)),
             "isolation": "thread",
             "threads": min(torch.get_num_threads(), cores()),
             "max_queue_delay_ms": 0,
+            **ROOM,
             **(settings or {}),
         }
         self._service = _Service(config.load(flags=flags, environment={}), spec)
@@ -206,6 +215,43 @@ class Explainer(camserve.Client):
             return inputs.file_of(image, self._preprocess)
         except ServiceError as error:
             raise camserve.InvalidArgument(f"image: {error.message}", fields={"image": error.message}) from error
+
+    def named(self, options: Q) -> Q:
+        """Return the options of a call, with the names of layers in place of modules of the network.
+
+        Args:
+            options: options of a call, or an item of `explain_many`. `layers` and `layer` may be modules.
+
+        Raises:
+            InvalidArgument: A module is not one of the network.
+
+        Example:
+            >>> from torch import nn
+            >>> from camserve_server import Explainer
+            >>> network = nn.Sequential(nn.Conv2d(3, 2, 8, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+            >>> with Explainer(network, size=64) as explainer:
+            ...     explainer.named({"layers": [network[1]]})
+            {'layers': ['1']}
+        """
+        if not isinstance(options, Mapping):
+            return options
+        given = {name: options[name] for name in ("layers", "layer") if name in options}
+        named = {name: self._names_of(layers) for name, layers in given.items()}
+        return cast("Q", {**options, **named}) if named else options
+
+    def _names_of(self, layers: Any) -> Any:
+        if isinstance(layers, nn.Module):
+            return self._name_of(layers)
+        if isinstance(layers, list | tuple):
+            return [self._name_of(layer) if isinstance(layer, nn.Module) else layer for layer in layers]
+        return layers
+
+    def _name_of(self, layer: nn.Module) -> str:
+        for name, module in self._network.named_modules() if self._network else ():
+            if module is layer and name:
+                return PART_WRAPPER.sub("", f".{name}")[1:]
+        kind = type(layer).__name__
+        raise camserve.InvalidArgument(f"layers: this {kind} is no module inside the network")
 
     def _is_photo(self, array: np.ndarray) -> bool:
         """Return true for an array of floats [H,W] or [H,W,C], and false for the network's input [C,H,W]."""

@@ -150,3 +150,12 @@ class Calls:
             True
         """
         return _codec.image_bytes(image)
+
+    def _named(self, options: Q) -> Q:
+        """Return the options of a call, with layers by their names.
+
+        Example:
+            >>> client._named({"layers": ["bn2"]})
+            {'layers': ['bn2']}
+        """
+        return options

@@ -41,7 +41,7 @@ class InspectionCalls(Calls):
             [('conv_stem', (1, 32, 112, 112), '0% zeros'), ('bn2', (1, 1280, 7, 7), '94% zeros')]
         """
         request = await transport.run_blocking(
-            lambda: _inspection_codec.inspection_request(self._file_of(image), options)
+            lambda: _inspection_codec.inspection_request(self._file_of(image), self._named(options))
         )
         return _inspection_codec.inspection(
             await self._call(lambda stubs: stubs.explain.InspectLayers, request, timeout)
@@ -74,7 +74,7 @@ class InspectionCalls(Calls):
             (3, 7, 7)
         """
         request = await transport.run_blocking(
-            lambda: _inspection_codec.features_request(self._file_of(image), options, self._file_of)
+            lambda: _inspection_codec.features_request(self._file_of(image), self._named(options), self._file_of)
         )
         response = await self._call(lambda stubs: stubs.explain.ExtractFeatures, request, timeout)
         return _inspection_codec.features(response, options)

@@ -38,7 +38,7 @@ class StreamCalls(Calls):
                         item = await anext(source, _stream.END)
                         window.add(
                             await transport.run_blocking(
-                                _stream.prepare_request, question, item, self._file_of, options
+                                _stream.prepare_request, question, self._named(item), self._file_of, options
                             )
                         )
                     await streams.send(window.take_due())

@@ -151,3 +151,12 @@ class Calls:
             True
         """
         return _codec.image_bytes(image)
+
+    def named(self, options: Q) -> Q:
+        """Return the options of a call, with layers by their names.
+
+        Example:
+            >>> client.named({"layers": ["bn2"]})
+            {'layers': ['bn2']}
+        """
+        return options

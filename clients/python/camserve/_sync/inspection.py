@@ -41,7 +41,9 @@ class InspectionCalls(Calls):
             >>> [(layer.name, layer.output_shape, f"{layer.activation.zeros:.0%} zeros") for layer in inspection.layers]
             [('conv_stem', (1, 32, 112, 112), '0% zeros'), ('bn2', (1, 1280, 7, 7), '94% zeros')]
         """
-        request = transport.run_blocking(lambda: _inspection_codec.inspection_request(self.file_of(image), options))
+        request = transport.run_blocking(
+            lambda: _inspection_codec.inspection_request(self.file_of(image), self.named(options))
+        )
         return _inspection_codec.inspection(self._call(lambda stubs: stubs.explain.InspectLayers, request, timeout))
 
     def features(
@@ -71,7 +73,7 @@ class InspectionCalls(Calls):
             (3, 7, 7)
         """
         request = transport.run_blocking(
-            lambda: _inspection_codec.features_request(self.file_of(image), options, self.file_of)
+            lambda: _inspection_codec.features_request(self.file_of(image), self.named(options), self.file_of)
         )
         response = self._call(lambda stubs: stubs.explain.ExtractFeatures, request, timeout)
         return _inspection_codec.features(response, options)

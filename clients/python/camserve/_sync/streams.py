@@ -38,7 +38,9 @@ class StreamCalls(Calls):
                     if window.has_room:
                         item = next(source, _stream.END)
                         window.add(
-                            transport.run_blocking(_stream.prepare_request, question, item, self.file_of, options)
+                            transport.run_blocking(
+                                _stream.prepare_request, question, self.named(item), self.file_of, options
+                            )
                         )
                     streams.send(window.take_due())
                     window.handle(streams.next_event(window.seconds_to_wait()))
