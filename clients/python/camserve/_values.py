@@ -193,7 +193,7 @@ class Model:
         input_width: Width of the input in pixels.
         default_layer: The layer that is explained if a request has no layers, unless there is a pyramid.
         parameters: The number of parameters.
-        precision: "float32", "bfloat16" or "float16".
+        precision: "float32", "bfloat16" or "float16"; or "float64", if its weights are.
         device: The device that the model runs on, such as "cpu" or "cuda:0".
         task: Kind of output: "classify", "multilabel", "regress", "segment", "detect" or "embed".
         labels: Labels of all classes in the order of the output; empty in a list of models.

@@ -30,7 +30,7 @@ def upload(arrays: Sequence[NDArray[np.uint8] | NDArray[np.float32]], device: to
 @functools.lru_cache(64)
 def _row(values: tuple[float, ...], width: int, device: torch.device) -> Tensor:
     """Return the values of a row of pixels of this colour, [width * 3]; cached, because the copy makes a GPU wait."""
-    return device_for(device).copied(torch.tensor(values).repeat(width))
+    return device_for(device).copied(torch.tensor(values, dtype=torch.float32).repeat(width))
 
 
 def normalise(images: Tensor, preprocess: Preprocess) -> Tensor:

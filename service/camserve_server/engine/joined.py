@@ -108,7 +108,7 @@ def run_joined_passes(
         backward, scores = score_pass(outputs, unique, rows, list(itertools.chain.from_iterable(passes)))
         numbers = [number for number, indices in enumerate(passes) for _ in indices]
         # Always the same number of passes: with another one, matrix products may round in another way.
-        weights = torch.zeros(AT_ONCE // images, len(numbers))
+        weights = torch.zeros(AT_ONCE // images, len(numbers), dtype=torch.float32)
         weights[numbers, range(len(numbers))] = 1
         gradients = _gradients(scores, capture.source, device.copied(weights))
         capture.gradient = None  # of the probe's hook; it cannot be used outside of `vmap`

@@ -14,7 +14,7 @@ def random(image: Array, *, seed: float, **_parameters: float | str) -> Array:
     Adebayo et al. 2018 and Hooker et al. 2019 compare with it.
     """
     generator = torch.Generator().manual_seed(int(seed))
-    values: Array = torch.rand(image.shape[1:], generator=generator).numpy()
+    values: Array = torch.rand(image.shape[1:], generator=generator, dtype=torch.float32).numpy()
     return values
 
 
@@ -27,7 +27,7 @@ def edges(image: Array, **_parameters: float | str) -> Array:
     arXiv:1810.03292.
     """
     grey = torch.from_numpy(image).mean(0)[None, None]
-    sobel_x = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]])
+    sobel_x = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]], dtype=torch.float32)
     kernels = torch.stack((sobel_x, sobel_x.T))[:, None]
     padded = functional.pad(grey, [1] * 4, mode="reflect")
     magnitude: Array = functional.conv2d(padded, kernels)[0].norm(dim=0).numpy()

@@ -461,7 +461,7 @@ def sess(
     Returns:
         Map [H,W].
     """
-    total, count = torch.zeros(height, width), torch.zeros(height, width)
+    total, count = (torch.zeros(height, width, dtype=torch.float32) for _ in range(2))
     weights = torch.from_numpy(probabilities / max(float(probabilities.max()), 1e-30))
     for heatmap, weight, view in zip(torch.from_numpy(maps), weights, views, strict=True):
         weighted_map = weight * _place_window(heatmap, view, (height, width))
@@ -474,7 +474,7 @@ def _place_window(heatmap: Tensor, view: View, size: tuple[int, int]) -> Tensor:
     """Scale the map [h,w] of a window to 0..1 and return it at its place in the image [H,W]."""
     window = _resize(heatmap.clamp(min=0), size)
     window = window - window.min()
-    canvas = torch.zeros(view.enlarged(*size))
+    canvas = torch.zeros(view.enlarged(*size), dtype=torch.float32)
     canvas[view.top : view.top + size[0], view.left : view.left + size[1]] = window / window.max().clamp(min=1e-30)
     return _resize(canvas, size)
 
@@ -485,7 +485,7 @@ def _resize(heatmap: Tensor, size: tuple[int, int]) -> Tensor:
 
 def _blur(heatmap: Tensor) -> Tensor:
     """Blur a map [H,W] by a Gaussian of 11 pixels, σ = 5; beyond its edges it is mirrored."""
-    taps = torch.exp(-(torch.arange(-5.0, 6.0) ** 2) / 50)
+    taps = torch.exp(-(torch.arange(-5.0, 6.0, dtype=torch.float32) ** 2) / 50)
     taps = taps / taps.sum()
     padded = functional.pad(heatmap[None, None], (5, 5, 5, 5), mode="reflect")
     rows = functional.conv2d(padded, taps[None, None, :, None])

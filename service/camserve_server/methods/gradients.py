@@ -269,7 +269,7 @@ def _quadrature(rule: str, steps: int) -> tuple[list[float], list[float]]:
 def _draw_line(image: Tensor, index: int, parameters: Parameters) -> tuple[Tensor, Tensor, float]:
     """Draw a baseline, a noisy copy of the image and a position α between them."""
     generator = _generator(cast("float", parameters["seed"]), index)
-    position = float(torch.rand((), generator=generator))
+    position = float(torch.rand((), generator=generator, dtype=torch.float32))
     drawn_name = BASELINES[int(torch.randint(len(BASELINES), (), generator=generator))]
     name = cast("str", parameters["baseline"])
     sigma = cast("float", parameters["noise"]) * (image.max() - image.min())

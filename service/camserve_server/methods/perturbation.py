@@ -128,7 +128,10 @@ def sscam(
     channels, copies = _most_varied(scene, top_channels), int(samples)
     masks = (mask for mask in _channel_masks(scene, channels) for _ in range(copies))
     noisy_masks = (
-        (torch.from_numpy(mask) + noise * torch.randn(mask.shape, generator=_generator(seed, index))).numpy()
+        (
+            torch.from_numpy(mask)
+            + noise * torch.randn(mask.shape, generator=_generator(seed, index), dtype=torch.float32)
+        ).numpy()
         for index, mask in enumerate(masks)
     )
     scores = yield from _score(Edit(mask) for mask in noisy_masks)
@@ -210,7 +213,7 @@ def _window_masks(height: int, width: int, window: float, stride: float) -> Iter
 
 def _random_mask(size: tuple[int, ...], cells: int, probability: float, generator: torch.Generator) -> Array:
     """Draw one mask of RISE, [H,W]."""
-    grid = (torch.rand((cells, cells), generator=generator) < probability).float()
+    grid = (torch.rand((cells, cells), generator=generator, dtype=torch.float32) < probability).float()
     cell_sides = [math.ceil(side / cells) for side in size]
     enlarged = _resize(grid[None], [(cells + 1) * side for side in cell_sides])[0]
     top, left = (int(torch.randint(side, (), generator=generator)) for side in cell_sides)

@@ -98,9 +98,10 @@ def images(size: tuple[int, int], channels: int = 3) -> Tensor:
     """Return the images of the probe, [IMAGE_COUNT,channels,h,w], always the same."""
     height, width = size
     generator = torch.Generator().manual_seed(0)
-    image = torch.rand(1, channels, height, width, generator=generator) * 2 - 1
-    noise = torch.randn(image.shape, generator=generator) * NOISE
-    down, right = torch.linspace(1, 0, height).view(1, 1, -1, 1), torch.linspace(1, 0, width).view(1, 1, 1, -1)
+    image = torch.rand(1, channels, height, width, generator=generator, dtype=torch.float32) * 2 - 1
+    noise = torch.randn(image.shape, generator=generator, dtype=torch.float32) * NOISE
+    down, right = (torch.linspace(1, 0, side, dtype=torch.float32) for side in size)
+    down, right = down.view(1, 1, -1, 1), right.view(1, 1, 1, -1)
     return torch.cat([image + noise * down, image, image + noise * right, image + noise])
 
 
@@ -139,8 +140,12 @@ def _correlate(changes: Tensor, layout: Layout, threshold: Tensor) -> Reading:
     squares = changes.square()
     halves = torch.stack([squares[:, ::2].sum(1), squares[:, 1::2].sum(1)])
     whole, first, second = _shares(torch.cat([halves.sum(0, keepdim=True), halves]), threshold)
-    rows = torch.linspace(1, -1, layout.height, device=changes.device).view(-1, 1).expand_as(whole[0])
-    columns = torch.linspace(1, -1, layout.width, device=changes.device).view(1, -1).expand_as(whole[0])
+    rows = (
+        torch.linspace(1, -1, layout.height, device=changes.device, dtype=torch.float32).view(-1, 1).expand_as(whole[0])
+    )
+    columns = (
+        torch.linspace(1, -1, layout.width, device=changes.device, dtype=torch.float32).view(1, -1).expand_as(whole[0])
+    )
     # All at once: a layer is small, and each operation takes longer to start than to run.
     correlations = _correlations(torch.stack([whole, first]), torch.stack([torch.stack([rows, columns]), second]))
     spreads = whole.flatten(1).std(1)

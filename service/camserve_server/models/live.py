@@ -138,6 +138,12 @@ def to_evaluation(module: nn.Module, device: str) -> nn.Module:
     return module
 
 
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """Return the type of a network's input: float64 if its first parameter has that, otherwise float32."""
+    first = next((each for each in module.parameters() if each.is_floating_point()), None)
+    return torch.float64 if first is not None and first.dtype == torch.float64 else torch.float32
+
+
 @contextmanager
 def frozen(module: nn.Module) -> Iterator[None]:
     """Put a network into evaluation mode, without gradients for its parameters, and restore it after the block."""

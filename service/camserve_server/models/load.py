@@ -61,7 +61,8 @@ class LoadedModel:
         info: the description of the model.
         module: the frozen module, in evaluation mode, on its device.
         accelerated: an accelerated copy for passes that look at the default layer or layers after it, or None.
-        dtype: the type of the module's input: float32, except for an accelerated copy in half precision.
+        dtype: the type of the module's input: float32, except for an accelerated copy in half precision, and for a
+            network in float64.
         random_weights: random weights for the model, by seed and by name; see `randomise`.
         accelerate: True if the model may be accelerated.
         is_callers_own: True if the module is the caller's own network, whose modes are restored after each batch.
@@ -126,8 +127,8 @@ class LoadedModel:
     def _equals(self, replica: "LoadedModel") -> bool:
         """Return whether a replica and its accelerated copy give the same outputs as this model, to the bit."""
         shape = (1, self.info.channels, *self.info.preprocess.size)
-        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        images, layer = noise.to(self.info.device), self.info.default_layer
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+        images, layer = noise.to(self.info.device, self.dtype), self.info.default_layer
         comparisons = [(self.module, replica.module, images)]
         if (accelerated := self.accelerated) and replica.accelerated:
             comparisons.append((accelerated.module, replica.accelerated.module, images.to(accelerated.dtype)))
@@ -207,7 +208,8 @@ def _accelerate(
     """Return a model with its accelerated copy and its memory layout."""
     acceleration = accelerate(module, info, options)
     info = replace(info, channels_last=acceleration.channels_last)
-    return LoadedModel(info, module, acceleration.model, accelerate=options.enabled, text=tower)
+    dtype = live.dtype_of(module)
+    return LoadedModel(info, module, acceleration.model, dtype, accelerate=options.enabled, text=tower)
 
 
 def _frozen_tower(tower: TextTower | None, device: str) -> TextTower | None:
@@ -246,7 +248,7 @@ def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> Mod
         preprocess=source.preprocess,
         layers=probed.layers,
         default_layer=probed.default_layer,
-        precision=spec.precision,
+        precision="float64" if live.dtype_of(source.module) == torch.float64 else spec.precision,
         device=device,
         task=probed.task,
         embedding=probed.embedding,
@@ -420,7 +422,9 @@ def _randomise_zeros(module: nn.Module) -> None:
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if name.endswith(("weight", "gain", "gamma", "class_token", "cls_token")) and not weight.any():
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02 + (weight.dim() == 1))
+                weight.copy_(
+                    torch.randn(weight.shape, generator=generator, dtype=torch.float32) * 0.02 + (weight.dim() == 1)
+                )
 
 
 def _read_labels(path: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree  # flattens every output structure tha
 
 from camserve_server.core.devices import device_for
 from camserve_server.core.errors import ConfigError
-from camserve_server.models import faults, grid, independence, layout_probe, stem
+from camserve_server.models import faults, grid, independence, layout_probe, live, stem
 from camserve_server.models.hooks import changes_in_place, first_tensor
 from camserve_server.models.independence import Dependence
 from camserve_server.models.layout_probe import PLAIN, Reading
@@ -83,7 +83,8 @@ class _Run:
         differentiable = {name: out for name, out in outputs.items() if out is not None and out.requires_grad}
         if not self.scores.requires_grad:
             return dict.fromkeys(outputs)
-        weights = torch.randn(self.scores.shape, generator=torch.Generator().manual_seed(1)).to(self.scores)
+        generator = torch.Generator().manual_seed(1)
+        weights = torch.randn(self.scores.shape, generator=generator, dtype=torch.float32).to(self.scores)
         mixture = (self.scores * weights).sum()
         gradients = torch.autograd.grad(mixture, list(differentiable.values()), allow_unused=True)
         return dict.fromkeys(outputs) | dict(zip(differentiable, gradients, strict=True))
@@ -107,7 +108,7 @@ def probe(
     Raises:
         ConfigError: the model does not run, or its output does not fit its task.
     """
-    images, trial = layout_probe.images(size, channels).to(device), trial or Trial()
+    images, trial = layout_probe.images(size, channels).to(device, live.dtype_of(model)), trial or Trial()
     image = images[PLAIN : PLAIN + 1]
     with trial.recording(model):
         first = _first_run(model, image, trial, size)

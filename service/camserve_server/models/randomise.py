@@ -90,7 +90,7 @@ def _cached_weights(model: LoadedModel, seed: int) -> dict[str, Tensor]:
 def _draw(weights: Tensor, seed: int) -> Tensor:
     # Drawn on the CPU, so that every device gets the same values. Not in page-locked memory: torch keeps that for the
     # life of the process, and the largest weight of vgg16 has 392 MiB.
-    noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
     noise = device_for(weights.device).upload(noise).to(weights.dtype)
     drawn: Tensor = noise * weights.std(correction=0) + weights.mean()
     return drawn

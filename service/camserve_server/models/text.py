@@ -94,7 +94,9 @@ class TextTower:
             >>> TextTower(nn.Identity(), scale=100.0).head(length=512)
             TextHead(scale=100.0, bias=0.0, exclusive=True, length=512)
         """
-        scale, bias = torch.tensor([float(self.scale), float(self.bias)]).tolist()  # as float32 computes with them
+        scale, bias = torch.tensor(
+            [float(self.scale), float(self.bias)], dtype=torch.float32
+        ).tolist()  # as float32 computes with them
         if not torch.tensor([scale, bias]).isfinite().all():
             raise ConfigError(f"the scale ({scale:g}) and the bias ({bias:g}) of its texts must be finite numbers")
         return TextHead(scale, bias, self.exclusive, length)

@@ -197,7 +197,7 @@ class ModelInfo:
         layers: every module that runs, by name, in the order in which they finish.
         default_layer: the layer that is explained when a request names none, unless the model has a pyramid. Empty if
             no layer can be explained.
-        precision: "float32", "bfloat16" or "float16".
+        precision: "float32", "bfloat16" or "float16"; "float64" for a network of which the weights are.
         device: "cpu", "cuda:0", ….
         task: the task, which says what its output is.
         embedding: the linear layer whose input is the image's embedding; empty without such a layer, or if the

@@ -76,7 +76,7 @@ def weight_probability(task: Task, answer: Answer) -> float:
         return answer.score
     if task == "classify" and scale == "logit":
         return float(torch.from_numpy(answer.logits).softmax(0)[_index(answer.target)])
-    return float(torch.tensor(answer.score).sigmoid())
+    return float(torch.tensor(answer.score, dtype=torch.float32).sigmoid())
 
 
 def _index(target: FixedTarget) -> int:

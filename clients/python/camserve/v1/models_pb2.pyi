@@ -237,7 +237,7 @@ class Model(_message.Message):
     parameters: _builtins.int
     """Number of parameters."""
     precision: _builtins.str
-    """Precision in which it runs: "float32", "bfloat16" or "float16"."""
+    """Precision in which it runs: "float32", "bfloat16" or "float16"; or "float64", if its weights are."""
     device: _builtins.str
     """Device on which it runs: "cpu", "cuda:0", …"""
     task: _builtins.str

@@ -44,8 +44,13 @@ MEMORY_FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
 
 def noise_images(info: ModelInfo, rows: int, *, channels_last: bool = True) -> Tensor:
     """Return images of noise [rows,C,H,W] on a model's device, always the same."""
-    noise = torch.randn((rows, info.channels, *info.preprocess.size), generator=torch.Generator().manual_seed(0))
-    return noise.to(info.device).contiguous(memory_format=MEMORY_FORMATS[channels_last])
+    shape, generator = (rows, info.channels, *info.preprocess.size), torch.Generator().manual_seed(0)
+    dtype = torch.float64 if info.precision == "float64" else torch.float32
+    return (
+        torch.randn(shape, generator=generator, dtype=torch.float32)
+        .to(info.device, dtype)
+        .contiguous(memory_format=MEMORY_FORMATS[channels_last])
+    )
 
 
 def set_layout(weights: Sequence[nn.Parameter], *, channels_last: bool) -> None:

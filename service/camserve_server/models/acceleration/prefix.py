@@ -82,7 +82,7 @@ def _outputs_and_gradient(module: nn.Module, layer: str, image: Tensor) -> tuple
     """Return all outputs of a model, flattened, and the gradient of a random score of them at a layer."""
     with torch.enable_grad(), capture_layers({layer: module.get_submodule(layer)}) as captures:
         outputs = _outputs(module, image)
-        weights = torch.randn(len(outputs), generator=torch.Generator().manual_seed(0))
+        weights = torch.randn(len(outputs), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         (outputs * weights.to(outputs)).sum().backward()  # type: ignore[no-untyped-call]  # torch's
     gradient = captures[layer].gradient
     return outputs.detach(), torch.zeros_like(captures[layer].activation) if gradient is None else gradient
