@@ -106,3 +106,29 @@ def test_channels_are_those_of_the_first_convolution(channels):
         assert explainer.model().input_channels == channels
         image = np.zeros((SIZE, SIZE, channels), np.uint8)
         assert explainer.explain(image[:, :, 0] if channels == 1 else image).explanations
+
+
+def test_first_convolution_of_a_network_of_rgb_may_take_other_channels():
+    ordered = nn.Sequential()
+    ordered.head = nn.Conv2d(8, 5, 1)  # made before the stem, as people write them
+    ordered.stem = plain().stem
+    ordered.forward = lambda image: ordered.head(nn.functional.pad(ordered.stem(image), (0, 0, 0, 0, 0, 2))).mean(
+        (2, 3)
+    )
+    with Explainer(ordered.eval(), size=SIZE) as explainer:
+        assert explainer.model().input_channels == 3
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4, 12])
+def test_preprocessed_tensor_has_the_channels_of_the_network(channels):
+    network = nn.Sequential(
+        nn.Conv2d(channels, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    )
+    image = torch.randn(channels, SIZE, SIZE, generator=torch.Generator().manual_seed(channels))
+    with torch.no_grad():
+        expected = network.eval()(image[None])[0, 1].item()
+    with Explainer(network, size=SIZE) as explainer:
+        (found,) = explainer.explain(image, targets=1).explanations
+
+    assert found.score == pytest.approx(expected, rel=1e-5)
+    assert found.image.size == (SIZE, SIZE)

@@ -231,3 +231,44 @@ def test_quantised_network_is_explained():
 
     assert result.explanations[0].score == pytest.approx(network(image)[0, 1].item(), rel=1e-5)
     assert result.explanations[0].layer == "body"
+
+
+def scripted(*names):
+    network = plain()
+    for name in names:
+        setattr(network, name, torch.jit.script(getattr(network, name)))
+    return network
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # deprecated
+@pytest.mark.parametrize("names", [["stem"], ["body"], ["stem", "body", "head"]], ids="+".join)
+def test_part_that_is_torchscript_is_a_layer_without_layers(names):
+    network = scripted(*names)
+    with Explainer(network, **OPTIONS) as explainer:
+        layers = [layer.name for layer in explainer.layers()]
+        result = explainer.explain(IMAGE, methods=["gradcam", "saliency", "occlusion"], targets=3, overlay=None)
+        with pytest.raises(
+            camserve.FailedPrecondition, match="guided_backprop needs to see every operation, and a part"
+        ):
+            explainer.explain(IMAGE, methods="guided_backprop")
+    found = {each.method: each for each in result.explanations}
+    reference, truth = plain(), doubled(plain())
+
+    assert not {f"{name}.0" for name in names} & {*layers}
+    assert {*names} <= {*layers}
+    assert (found["gradcam"].layer, found["occlusion"].verdict) == ("body", camserve.Verdict.OK)
+    maps_of_cam = (gradcam(each, each.body) for each in (reference, truth))
+    assert error_ratio(found["gradcam"].heatmap, *maps_of_cam) <= 1
+    assert error_ratio(found["saliency"].heatmap, saliency(reference), saliency(truth)) <= 1
+    assert network.stem.training is False
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # deprecated
+def test_network_that_is_torchscript_has_the_methods_of_the_image():
+    program = torch.jit.script(plain())
+    reference, truth = plain(), doubled(plain())
+    with Explainer(program, **OPTIONS) as explainer:
+        assert (explainer.model().default_layer, explainer.layers()) == ("", ())
+        (found,) = explainer.explain(IMAGE, methods="saliency", targets=3, overlay=None).explanations
+
+    assert error_ratio(found.heatmap, saliency(reference), saliency(truth)) <= 1

@@ -4,7 +4,7 @@ import asyncio
 import math
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +24,7 @@ from camserve_server.imaging import inputs
 from camserve_server.imaging.transforms import Transform
 from camserve_server.models import ModelSpec, Source, TextTower, parse, search_current_folder, spec_of_network
 from camserve_server.models.heads import Output
-from camserve_server.models.live import unwrap
+from camserve_server.models.live import runs, unwrap
 from camserve_server.models.load import PART_WRAPPER
 from camserve_server.models.source import IMAGENET_MEAN, IMAGENET_STD, Labels, names_of
 from camserve_server.models.stem import RGB, channels_of
@@ -288,17 +288,22 @@ def _spec_of(network: nn.Module, options: NetworkOptions) -> ModelSpec:
 
 def _statistics_of(network: nn.Module, options: NetworkOptions) -> tuple[Sequence[float], Sequence[float]]:
     """Return the mean and the deviation of each channel: ImageNet's, or their averages for other channels than RGB."""
-    given = options.get("mean"), options.get("std")
-    channels = next((len(each) for each in given if isinstance(each, Sequence)), 0)
-    if not channels and "transform" not in options and isinstance(network, nn.Module):
-        channels = channels_of(unwrap(network))
-    usual = (
-        (IMAGENET_MEAN, IMAGENET_STD)
-        if channels in (0, RGB)
-        else ((sum(each) / len(each),) * channels for each in (IMAGENET_MEAN, IMAGENET_STD))
-    )
-    mean, std = (own if each is None else each for each, own in zip(given, usual, strict=True))
-    return mean, std
+    mean, std = options.get("mean"), options.get("std")
+    channels = next((len(each) for each in (mean, std) if isinstance(each, Sized)), 0)
+    if mean is None and std is None and "transform" not in options and isinstance(network, nn.Module):
+        channels = _channels_of(network, options.get("size"))
+    usual: tuple[Sequence[float], Sequence[float]] = IMAGENET_MEAN, IMAGENET_STD
+    if channels not in (0, RGB):
+        usual = ((sum(IMAGENET_MEAN) / RGB,) * channels, (sum(IMAGENET_STD) / RGB,) * channels)
+    return usual[0] if mean is None else mean, usual[1] if std is None else std
+
+
+def _channels_of(network: nn.Module, size: int | inputs.Size | None) -> int:
+    """Return the channels of a network's first convolution, unless the network runs on RGB."""
+    channels = channels_of(unwrap(network))
+    height, width = size if isinstance(size, tuple | list) else (size or inputs.SIDE,) * 2
+    is_rgb = channels in (0, RGB) or runs(unwrap(network), (1, RGB, height, width))
+    return RGB if is_rgb else channels
 
 
 def _spec(text: str) -> ModelSpec:

@@ -197,12 +197,24 @@ def file_of(tensor: Tensor, preprocess: Preprocess) -> bytes:
     return png[:end] + chunk + png[end:]
 
 
+def carries_input(data: bytes, preprocess: Preprocess) -> bool:
+    """Return whether a file is that of an input of a network of this process; see `file_of`."""
+    shape = (*preprocess.size, preprocess.channels)
+    return preprocess.prepare is not None and _start_of_embedded(data, shape) is not None
+
+
 def _read_embedded(data: bytes, shape: tuple[int, int, int]) -> Map | None:
     """Return the input [H,W,C] that is embedded in a PNG, or None."""
+    start = _start_of_embedded(data, shape)
+    if start is None:
+        return None
+    return np.frombuffer(data, "<f4", math.prod(shape), start).reshape(shape).copy()  # torch needs writable memory
+
+
+def _start_of_embedded(data: bytes, shape: tuple[int, int, int]) -> int | None:
+    """Return where the values of an embedded input [H,W,C] start, or None without one."""
     length = 4 * math.prod(shape)
     start = len(data) - _CHUNK_HEADER.size - _CRC_BYTES - _CRC_BYTES - length  # before IEND
-    if start < _SIGNATURE_BYTES + _CHUNK_HEADER.size or data[start - _CHUNK_HEADER.size : start] != _CHUNK_HEADER.pack(
-        length, _CHUNK
-    ):
-        return None
-    return np.frombuffer(data, "<f4", length // 4, start).reshape(shape).copy()  # torch needs writable memory
+    header = data[start - _CHUNK_HEADER.size : start]
+    is_there = start >= _SIGNATURE_BYTES + _CHUNK_HEADER.size and header == _CHUNK_HEADER.pack(length, _CHUNK)
+    return start if is_there else None

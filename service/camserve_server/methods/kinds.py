@@ -168,6 +168,11 @@ class MethodKind:
         """True if the method uses the layers' feature maps of the unchanged image."""
         return False
 
+    @property
+    def looks_inside(self) -> bool:
+        """True if the method observes or changes operations between the layers, such as every ReLU."""
+        return False
+
     def rows(self, parameters: Parameters, channels: Sequence[int], size: tuple[int, int], rows_of: RowsOf) -> int:
         """Return the number of rows for one target, not counting the one of the unchanged image.
 
@@ -310,6 +315,11 @@ class Saliency(MethodKind):
         return "" if self.rule == "saliency" else "ReLU"
 
     @property
+    def looks_inside(self) -> bool:
+        """True for a rule that changes every ReLU."""
+        return self.rule != "saliency"
+
+    @property
     def pass_kind(self) -> Kind:
         """Pass down to the input, named by its rule for ReLUs."""
         return self.rule
@@ -445,6 +455,7 @@ class Attention(MethodKind):
     last: bool = False
 
     kind = "attention"
+    looks_inside = True
     needs = "global (not windowed) self-attention"
 
     @property
@@ -489,6 +500,7 @@ class FullGradient(MethodKind):
 
     kind = "saliency"
     needs = "biases"
+    looks_inside = True
 
     @property
     def about(self) -> Callable[..., object]:
@@ -532,6 +544,7 @@ class Product(MethodKind):
     parameters = ()
     layered = True
     gradients = ("image", "layer")
+    looks_inside = True
 
     def rows(self, _parameters: Parameters, _channels: Sequence[int], _size: tuple[int, int], rows_of: RowsOf) -> int:
         """Return the number of rows: those of both methods."""

@@ -42,6 +42,52 @@ def unwrap_children(module: nn.Module) -> nn.Module:
     return module
 
 
+class Program(nn.Module):
+    """A TorchScript program as a single module: there are no hooks inside it, and no parameters that can be changed.
+
+    Args:
+        program: the program.
+    """
+
+    def __init__(self, program: nn.Module) -> None:
+        super().__init__()
+        self.program = program
+        self.training = program.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program."""
+        return self.program(*args, **kwargs)
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,  # noqa: FBT001, FBT002 -- torch's signature
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield this module alone."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+
+
+def is_program(module: nn.Module) -> bool:
+    """Return whether a module is a TorchScript program, or a part of one."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def enclose_programs(module: nn.Module) -> nn.Module:
+    """Make each TorchScript program in a network a single module, in place, and return the network."""
+    if is_program(module):
+        return Program(module)
+    names = [name for name, child in module.named_modules(remove_duplicate=False) if is_program(child)]
+    for name in names:
+        if not any(name.startswith(f"{other}.") for other in names):  # a part of another one
+            module.set_submodule(name, Program(module.get_submodule(name)))
+    return module
+
+
 def alias(tensor: Tensor) -> Tensor:
     """Return a parameter without gradient that shares memory with this parameter; copy a buffer.
 
@@ -59,7 +105,8 @@ def copy_network(module: nn.Module) -> nn.Module:
         ConfigError: the network cannot be copied.
     """
     try:
-        return copy.deepcopy(module)
+        with torch.no_grad():  # TorchScript copies its parameters by operations on a graph
+            return copy.deepcopy(module)
     except Exception as error:  # a user's module may raise anything
         words = f"the network cannot be copied: {type(error).__name__}: {error}"
         raise ConfigError(words) from error
@@ -74,7 +121,8 @@ def share_parameters(module: nn.Module) -> nn.Module:
     # deepcopy takes the tensors in `memo` instead of copying the originals.
     memo: dict[int, Any] = {id(tensor): alias(tensor) for tensor in (*module.parameters(), *module.buffers())}
     try:
-        copied = copy.deepcopy(module, memo)
+        with torch.no_grad():  # as above
+            copied = copy.deepcopy(module, memo)
     except Exception:  # noqa: BLE001 -- a user's module may raise anything
         return module
     half = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in module.parameters())
@@ -97,20 +145,33 @@ def used_by_copy(module: nn.Module, copied: nn.Module, shape: tuple[int, ...]) -
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         names.setdefault(id(tensor), name.rpartition(".")[0])
     used: list[str] = []
-    image = torch.zeros(shape)
-    if (first := next(copied.parameters(), None)) is not None:
-        image = image.to(first)
+    image = _zeros(copied, shape)
     with ExitStack() as stack:
         stack.enter_context(frozen(module))
         stack.enter_context(frozen(copied))
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        for part in module.modules():
+        for part in (part for part in module.modules() if not is_program(part)):
             stack.enter_context(part.register_forward_pre_hook(lambda part, _: used.append(names[id(part)])))
         stack.enter_context(torch.no_grad())
         stack.enter_context(_RecordTensors(names, used))
         with suppress(Exception):  # a user's module may raise anything; the probe tells what it is
             copied(image)
     return used[0] if used else None
+
+
+def runs(module: nn.Module, shape: tuple[int, ...]) -> bool:
+    """Return whether a copy of a network runs on an input of a shape [1,C,H,W]."""
+    copied = share_parameters(module)
+    with frozen(copied), torch.random.fork_rng(devices=[]), torch.no_grad(), suppress(Exception):
+        copied(_zeros(copied, shape))
+        return True
+    return False
+
+
+def _zeros(module: nn.Module, shape: tuple[int, ...]) -> Tensor:
+    """Return an input of zeros on the device of a network, of the type of its parameters."""
+    first = next(module.parameters(), None)
+    return torch.zeros(shape) if first is None else torch.zeros(shape).to(first)
 
 
 class _RecordTensors(TorchFunctionMode):

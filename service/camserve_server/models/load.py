@@ -257,6 +257,7 @@ def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> Mod
         object_classes=probed.object_classes,
         independent_rows=not probed.dependence.mates,
         differentiable=probed.differentiable,
+        is_opaque=any(isinstance(part, live.Program) for part in source.module.modules()),
     )
 
 

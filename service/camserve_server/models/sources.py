@@ -36,10 +36,12 @@ def build(spec: ModelSpec) -> Source:
     source = _build(spec)
     is_callers_own = spec.live is not None and source.module is spec.live.module
     if not is_callers_own:
-        source = replace(source, module=live.unwrap_children(source.module))
+        source = replace(source, module=live.enclose_programs(live.unwrap_children(source.module)))
         recomputation.switch_off(source.module)
     if spec.live is not None and not is_callers_own and _runs_modules_of(spec, source, spec.live.module):
         is_callers_own, source = True, replace(source, module=spec.live.module)
+    if is_callers_own and any(map(live.is_program, source.module.modules())):
+        raise ConfigError(f"{spec.origin} cannot be copied, and it has a TorchScript program, which has no hooks")
     source = replace(
         source,
         task=spec.task or source.task,
@@ -214,11 +216,6 @@ def _as_source(spec: ModelSpec, result: Any) -> Source:
     source = result if isinstance(result, Source) else Source(result)
     if not isinstance(source.module, nn.Module):
         raise ConfigError(f"{spec.origin} made a {type(source.module).__name__}, not a torch.nn.Module")
-    if any(isinstance(child, torch.jit.ScriptModule) for child in source.module.modules()):
-        raise ConfigError(
-            f"{spec.origin} made TorchScript, a program whose layers cannot be hooked: return the torch.nn.Module "
-            "that it was made from, and give the program's state_dict() as weights=PATH"
-        )
     return replace(source, module=live.unwrap(source.module), labels=names_of(source.labels))
 
 

@@ -211,6 +211,7 @@ class ModelInfo:
         independent_rows: False if the output for an image depends on the others of its batch, so that the model runs
             one image at a time.
         differentiable: True if the score has a gradient at the image.
+        is_opaque: True if a part of it is a TorchScript program, whose own modules and functions cannot be observed.
     """
 
     name: str
@@ -234,6 +235,7 @@ class ModelInfo:
     object_classes: int = 0
     independent_rows: bool = True
     differentiable: bool = True
+    is_opaque: bool = False
 
     def __hash__(self) -> int:
         """Return a hash of the fields that tell models apart; the layers' mapping has none."""

@@ -12,6 +12,8 @@ from camserve_server.core.arrays import Input, Photo, Pixels
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import channels, images
+from camserve_server.imaging.channels import RGB
+from camserve_server.imaging.inputs import carries_input
 from camserve_server.imaging.values import Box, Part, Preprocess, Rendering
 from camserve_server.jobs import Job
 from camserve_server.models.values import ModelInfo
@@ -68,7 +70,9 @@ def prepare_photo(request: ExplainRequest, limits: Limits) -> Generator[None, No
 
 def decoded(data: bytes, preprocess: Preprocess, limits: Limits) -> Photo:
     """Decode a photo for a model: with the whole depth of its values, if the request says which become 0 and 1."""
-    return images.decode(data, limits, preprocess.channels, keep_depth=preprocess.value_range is not None)
+    # The picture of an input that is in the file is RGB, whatever the channels of the input.
+    channels = RGB if carries_input(data, preprocess) else preprocess.channels
+    return images.decode(data, limits, channels, keep_depth=preprocess.value_range is not None)
 
 
 def shown(photo: Photo, rendering: Rendering) -> Pixels:

@@ -220,6 +220,8 @@ def _check_gradients(calls: Sequence[MethodCall], layers: Sequence[str], model: 
 
 def _lacking(method: Method, layers: Sequence[str], model: ModelInfo) -> str:
     """Return what a method needs and a model lacks, at some layers; empty for nothing."""
+    if method.looks_inside and model.is_opaque:
+        return f"to see every operation, and a part of {model.name} is a TorchScript program"
     if method.layered and not layers:
         return f"a layer with a grid over the image, and {model.name} has none"
     if "image" in method.gradients and not model.differentiable:

@@ -105,7 +105,7 @@ def accelerate(module: nn.Module, info: ModelInfo, options: AccelerationOptions)
     acceleration, possible = None, layout.can_be_channels_last(module, info)
     one_size = not isinstance(info.preprocess.resize, KeepAspect)  # the copy's kernels are chosen for one size
     runs_once = all(info.layers[name].calls == 1 for name in info.default_layers)
-    is_known = info.differentiable and info.default_layer and info.precision != "float64"
+    is_known = info.differentiable and info.default_layer and info.precision != "float64" and not info.is_opaque
     if info.task != "detect" and one_size and runs_once and is_known:
         try:
             acceleration = _accelerate(module, info, options, channels_last=possible)
