@@ -9,6 +9,8 @@ from torch import nn
 
 import camserve_server
 
+_CALL = nn.Module._call_impl.__code__  # noqa: SLF001 -- torch has no public name for it
+
 MAX_LENGTH = 300  # characters of the model's own message
 
 _OURS = str(Path(camserve_server.__file__).parent)
@@ -27,7 +29,8 @@ def place_of(error: Exception, model: nn.Module) -> str:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     last = frames[-1].f_code.co_filename if frames else ""
     names = {id(module): name for name, module in model.named_modules()}
-    running = [names[id(this)] for frame in frames if id(this := frame.f_locals.get("self")) in names]
+    calls = (frame for frame in frames if frame.f_code is _CALL)
+    running = [names[id(module)] for call in calls if id(module := call.f_locals.get("self")) in names]
     if running and (not last.startswith(_OURS) or last == _NETWORKS):
         return words_of(model, running[-1])
     is_autograd = any(frame.f_code.co_filename.startswith(_AUTOGRAD) for frame in frames)

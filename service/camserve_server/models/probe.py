@@ -77,9 +77,9 @@ class _Run:
         """The last tensor that each module returned."""
         return {name: outputs[-1] for name, outputs in self.calls.items()}
 
-    def gradients(self) -> dict[str, Tensor | None]:
+    def gradients(self, *, image: bool = True) -> dict[str, Tensor | None]:
         """Return the gradient of a random mixture of all scores at each module's output, and at the image as ""."""
-        outputs = {**self.last, "": self.image}
+        outputs = {**self.last, "": self.image} if image else self.last
         differentiable = {name: out for name, out in outputs.items() if out is not None and out.requires_grad}
         if not self.scores.requires_grad:
             return dict.fromkeys(outputs)
@@ -154,7 +154,12 @@ def _find_gradients(
     They may all be zero for one image, as those of a network that ends in a ReLU. Then other images are tried. Without
     a gradient at the input, there may be one at later modules, whose outputs are then made the start of the graph.
     """
-    gradients = run.gradients()
+    try:
+        gradients = run.gradients()
+    except RuntimeError:  # of a change in place between the image and the layers: there is a gradient at the layers
+        run = _run(model, image, trial, size)
+        gradients = run.gradients(image=False)
+        return run, {**gradients, "": torch.ones(1)}
     if gradients[""] is None:
         with suppress(ConfigError):
             gradients = _run(model, image, trial, size, cut=True).gradients()
