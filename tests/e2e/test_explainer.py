@@ -311,7 +311,7 @@ def test_model_spec_is_explained_without_a_network(photo):
         ({"size": 0}, "at least one pixel"),
         ({"crop": 2}, "crop=2: it is above 0 and up to 1"),
         ({"crop": "center"}, "crop='center': it is above 0"),
-        ({"mean": (0.5,)}, "mean is for 1 channel, and std for 3 channels"),
+        ({"mean": (0.5,), "std": (0.5,) * 3}, "mean is for 1 channel, and std for 3 channels"),
         ({"transform": lambda _: 3}, "the transform fails with a PIL image \\(ValueError: .* is not an input"),
         ({"transform": lambda _: torch.zeros(3, 8, 8), "size": 64}, "makes inputs of 8 by 8 pixels, and size=64"),
         ({"output": lambda outputs: outputs.nothing}, "nothing"),

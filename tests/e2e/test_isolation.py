@@ -63,7 +63,7 @@ def test_failing_row_of_a_batch_of_eight_fails_alone(served, position):
     assert batcher.stats.batches - batches == 1
     for number, outcome in enumerate(outcomes):
         if number == position:
-            assert isinstance(outcome, camserve.Internal)
-            assert "white" not in str(outcome)
+            assert isinstance(outcome, camserve.FailedPrecondition)
+            assert "moody failed in its own forward (Moody): a white image" in str(outcome)
         else:
             check_same(outcome.heatmap, alone[number], MOODY)

@@ -47,7 +47,7 @@ def test_label_and_map_of_a_custom_network_are_right(served, colour, channel):
     assert 6 <= left < 30
 
 
-def test_torchscript_is_refused_with_an_alternative(tmp_path, monkeypatch):
+def test_torchscript_is_a_module_of_a_network_and_no_file_of_weights(tmp_path, monkeypatch):
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # TorchScript is deprecated
         torch.jit.trace(torch.nn.Conv2d(3, 2, 3), torch.zeros(1, 3, 8, 8)).save(tmp_path / "net.pt")
     (tmp_path / "scripted_net.py").write_text(
@@ -57,7 +57,6 @@ def test_torchscript_is_refused_with_an_alternative(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    with pytest.raises(ConfigError, match=r"made TorchScript, .*return the torch.nn.Module that it was made from"):
-        models.load(models.parse("scripted_net:build"))
+    assert models.load(models.parse("scripted_net:build?size=32")).info.default_layer == "0"
     with pytest.raises(ConfigError, match="it is a TorchScript archive, which is a program"):
         models.load(models.parse(f"torchvision:squeezenet1_1?weights={tmp_path / 'net.pt'}"))

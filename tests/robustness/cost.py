@@ -14,9 +14,9 @@ def counting(served):
     batcher, work = served.pipeline.batcher, Counter()
     decode, take, before = images.decode, batcher._admission._take, batcher.stats.rows
 
-    def counting_decode(*given):
+    def counting_decode(*given, **options):
         work["decoded"] += 1
-        return decode(*given)
+        return decode(*given, **options)
 
     def counting_take(*given):
         work["admitted"] += 1

@@ -142,10 +142,10 @@ def plant(fault):
     """Give the decoder a fault that shows at about one image in sixteen."""
     decode_image = images.decode
 
-    def decode(data, *options):
+    def decode(data, *args, **options):
         if hashlib.sha256(data).digest()[0] < 16:
             FAULTS[fault]()
-        return decode_image(data, *options)
+        return decode_image(data, *args, **options)
 
     images.decode = decode
 

@@ -673,10 +673,10 @@ def test_stream_answers_what_it_accepted_before_its_token_was_revoked(start, tmp
     go_on, started = threading.Event(), threading.Event()
     decode = images.decode
 
-    def blocking_decode(*args):
+    def blocking_decode(*args, **options):
         started.set()
         assert go_on.wait(60)
-        return decode(*args)
+        return decode(*args, **options)
 
     request = {"image": PHOTOS["chelsea"].read_bytes()}
     with start(tokens_file=str(token_file.path)) as served, grpc.insecure_channel(served.address) as channel:

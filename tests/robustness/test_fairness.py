@@ -83,11 +83,11 @@ def test_at_most_one_image_is_decoded_before_that_of_a_new_caller(secrets, monke
     path, known = secrets
     order, started, go, decode = [], threading.Event(), threading.Event(), images.decode
 
-    def decode_slowly(data, *options):
+    def decode_slowly(data, *args, **options):
         order.append("modest" if data == MODEST else "greedy")
         started.set()
         assert go.wait(60)
-        return decode(data, *options)
+        return decode(data, *args, **options)
 
     def ask(caller, request):
         metadata = (("authorization", f"Bearer {known[caller]}"),)

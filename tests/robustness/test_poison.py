@@ -13,7 +13,7 @@ from support import rows_waiting, serving, wait_until
 
 FAILS = {
     "out of memory": camserve.ResourceExhausted,
-    "raising hook": camserve.Internal,
+    "raising hook": camserve.FailedPrecondition,
     "bad layer": camserve.CamserveError,
 }
 

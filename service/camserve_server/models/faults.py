@@ -7,13 +7,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import camserve_server
-
 _CALL = nn.Module._call_impl.__code__  # noqa: SLF001 -- torch has no public name for it
 
-MAX_LENGTH = 300  # characters of the model's own message
+MAX_LENGTH = 200  # characters of the model's own message
 
-_OURS = str(Path(camserve_server.__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _NETWORKS = str(Path(_OURS, "models", "efficientnet_lite.py"))  # the code of a network, too
 _AUTOGRAD = str(Path(torch.__file__).parent / "autograd")
 _FOLDERS = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?(?:[/\\][^\s/\\'\":]+)+[/\\]")
@@ -44,7 +42,7 @@ def words_of(model: nn.Module, name: str) -> str:
 
 
 def message_of(error: Exception) -> str:
-    """Return the kind and the message of an error in one line, without the folders of files."""
+    """Return the message of an error in one line, without the folders of files."""
     line = " ".join(_FOLDERS.sub("", str(error)).split())
     line = "".join(letter for letter in line if letter.isprintable())
-    return f"{type(error).__name__}: {line if len(line) <= MAX_LENGTH else line[:MAX_LENGTH] + '…'}"
+    return (line if len(line) <= MAX_LENGTH else line[:MAX_LENGTH] + "…") or "an error without a message"
