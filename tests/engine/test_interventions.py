@@ -443,7 +443,7 @@ def test_error_of_the_network_leaves_no_hook(plant):
         Intervention("conv", "scale", input=True, factor=2.0),
         Intervention("conv", "clip_gradient", minimum=-1, maximum=1),
     ]
-    with pytest.raises(FailedPrecondition, match="failed in its own forward .Toy.: broken"):
+    with pytest.raises(FailedPrecondition, match=r"failed in its own forward .Toy.: broken"):
         run_toy(model, noise(1, 16), changes, ["conv"], "cam")
 
     assert hook_count(model.module) == 0
