@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence, Sized
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast, get_args
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, get_args
 
 import numpy as np
 import torch
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from camserve_server.imaging.values import Preprocess
     from camserve_server.serving.explain import Pipeline
 
-
-Q = TypeVar("Q")
 
 ROOM = {"max_pixels": 89_478_485, "max_side": 2**16, "max_drawn_pixels": 2**30}
 """Limits on photos of the caller's own, such as scans and those of a phone. Pillow opens no larger pictures."""
@@ -216,7 +214,7 @@ class Explainer(camserve.Client):
         except ServiceError as error:
             raise camserve.InvalidArgument(f"image: {error.message}", fields={"image": error.message}) from error
 
-    def named(self, options: Q) -> Q:
+    def named(self, options: Any) -> Any:
         """Return the options of a call, with the names of layers in place of modules of the network.
 
         Args:
@@ -237,7 +235,7 @@ class Explainer(camserve.Client):
             return options
         given = {name: options[name] for name in ("layers", "layer") if name in options}
         named = {name: self._names_of(layers) for name, layers in given.items()}
-        return cast("Q", {**options, **named}) if named else options
+        return {**options, **named} if named else options
 
     def _names_of(self, layers: Any) -> Any:
         if isinstance(layers, nn.Module):

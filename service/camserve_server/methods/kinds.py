@@ -142,7 +142,7 @@ class MethodKind:
 
     @property
     def gradients(self) -> tuple[Literal["image", "layer"], ...]:
-        """Where the method needs the score's gradient: at the image, at the layer, or nowhere."""
+        """Places where the method needs the score's gradient: the image, the layer, both, or none."""
         return ("layer",) if self.layered else ("image",)
 
     @property

@@ -1,4 +1,4 @@
-"""How a network ends: with logits, or with probabilities that it makes of them itself.
+"""The end of a network: its output are logits, or probabilities that it makes of them itself.
 
 A softmax or sigmoid at the end of a network would be applied a second time, and the probabilities would be wrong. The
 probe's run shows it. A softmax leaves values that are not negative and add up to 1. Numbers from 0 to 1 are those of a
@@ -41,13 +41,13 @@ MIXTURES = frozenset(
 
 SIGMOIDS = frozenset({"SigmoidBackward0", "HardsigmoidBackward0", "SoftmaxBackward0"})
 
-MODULES = nn.Softmax | nn.Softmax2d | nn.Sigmoid
+MODULES = nn.Softmax, nn.Softmax2d, nn.Sigmoid
 """Modules whose input are the logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a network ends.
+    """The end of a network.
 
     Attributes:
         probabilities: what made probabilities of its logits; empty if its output are logits.

@@ -7,13 +7,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-_CALL = nn.Module._call_impl.__code__  # noqa: SLF001 -- torch has no public name for it
-
 MAX_LENGTH = 200  # characters of the model's own message
 
 _OURS = str(Path(__file__).parents[1])
 _NETWORKS = str(Path(_OURS, "models", "efficientnet_lite.py"))  # the code of a network, too
-_AUTOGRAD = str(Path(torch.__file__).parent / "autograd")
 _FOLDERS = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?(?:[/\\][^\s/\\'\":]+)+[/\\]")
 
 
@@ -24,14 +21,16 @@ def place_of(error: Exception, model: nn.Module) -> str:
         error: the error, with its traceback.
         model: the model that ran.
     """
+    call = nn.Module._call_impl.__code__  # noqa: SLF001 -- torch has no public name for it
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     last = frames[-1].f_code.co_filename if frames else ""
     names = {id(module): name for name, module in model.named_modules()}
-    calls = (frame for frame in frames if frame.f_code is _CALL)
-    running = [names[id(module)] for call in calls if id(module := call.f_locals.get("self")) in names]
+    modules = (frame.f_locals.get("self") for frame in frames if frame.f_code is call)
+    running = [names[id(module)] for module in modules if id(module) in names]
     if running and (not last.startswith(_OURS) or last == _NETWORKS):
         return words_of(model, running[-1])
-    is_autograd = any(frame.f_code.co_filename.startswith(_AUTOGRAD) for frame in frames)
+    autograd = str(Path(torch.__file__).parent / "autograd")
+    is_autograd = any(frame.f_code.co_filename.startswith(autograd) for frame in frames)
     return "the gradient of its score" if is_autograd else ""
 
 

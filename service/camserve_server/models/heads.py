@@ -39,8 +39,8 @@ def _parts(output: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(index), value) for index, value in enumerate(output))
 
 
-SMALLEST = torch.finfo(torch.float32).tiny
-LARGEST = 1 - torch.finfo(torch.float32).eps / 2
+SMALLEST, LARGEST = 2.0**-126, 1 - 2.0**-24
+"""The smallest positive float32, but for denormal ones, and the largest below 1."""
 
 
 def logits_of(probabilities: Probabilities) -> Output:
@@ -81,7 +81,7 @@ def two_classes(output: Any) -> Any:
 
 
 def composed(*functions: Output | None) -> Output | None:
-    """Return the function that applies functions one after the other; None if there are none."""
+    """Return the function that applies functions one after the other; None without one."""
     steps = [function for function in functions if function is not None]
     if not steps:
         return None

@@ -1,4 +1,4 @@
-"""Whether a model gives an image the same output in any batch, and in any run.
+"""Test of whether a model gives an image the same output in any batch, and in any run.
 
 The images of a batch may belong to several requests. A batch norm without running statistics, or a shift between the
 images of a batch, makes the output for one image depend on the others. Such a model runs one image at a time. A dropout
@@ -32,7 +32,7 @@ CERTAIN_IN_FLOAT32 = 1e-2
 
 @dataclass(frozen=True, slots=True)
 class Dependence:
-    """What the output for an image depends on, besides the image; each is empty if it does not.
+    """Things that the output for an image depends on, besides the image; each is empty if it does not.
 
     Attributes:
         mates: why the model runs one image at a time.

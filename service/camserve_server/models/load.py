@@ -338,12 +338,12 @@ def _probe(spec: ModelSpec, source: Source, device: str) -> Probed:
 def _can_return_logits(spec: ModelSpec, source: Source, ending: Ending) -> bool:
     """Log that a network returns probabilities; return False if it is the caller's own, which is not changed."""
     if spec.live is not None and source.module is spec.live.module:
-        words = "model %s returns probabilities of a %s, which are taken for logits: return the logits from forward"
+        words = "model %s returns probabilities of a %s, which are read as logits: return the logits from forward"
         log.warning(words, spec.name, ending.probabilities)
         return False
     is_own = ending.module or ending.leaf is not None or ending.probabilities == "sigmoid"
     score = "logit" if is_own else "logarithm of a probability"
-    words = "model %s returns probabilities of a %s: its scores are the %s (activation=none takes them for logits)"
+    words = "model %s returns probabilities of a %s: its scores are the %s (activation=none reads them as logits)"
     log.warning(words, spec.name, ending.probabilities, score)
     return True
 
