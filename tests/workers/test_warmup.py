@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from camserve_server.core.config import Settings
-from camserve_server.core.errors import OutOfMemory, Unavailable
+from camserve_server.core.errors import FailedPrecondition, OutOfMemory, Unavailable
 from camserve_server.engine import Engine
 from camserve_server.engine.values import Row
 from camserve_server.methods.values import MethodCall
@@ -235,7 +235,7 @@ def test_worker_warms_up_a_gpu_in_the_thread_that_runs_batches(worker, calls):
 @pytest.mark.slow
 def test_error_in_a_warm_up_refuses_the_model_and_others_are_served(worker):
     info = worker.load("tiny@1", parse("tiny=thread_nets:recording?size=32"))
-    with pytest.raises(RuntimeError, match="ValueError: planted"):
+    with pytest.raises(FailedPrecondition, match=r"broken failed in its own forward .Broken.: planted"):
         worker.load("broken@1", parse("broken=thread_nets:broken?size=32"))
 
     assert explained(worker, info).shape == (30, 30)
