@@ -65,7 +65,13 @@ def expected():
         return methods, maps(explainer, methods)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+ALIKE = {"checkpointing_of_everything", "dictionary_of_one", "logits_in_a_dataclass", "replaced_forward_of_a_layer"}
+"""Networks much like others."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in MAKERS]
+)
 def test_network_is_explained_as_the_plain_one(name, expected):
     network = MAKERS[name]()
     before = state_of(network)
@@ -125,6 +131,7 @@ def test_network_that_needs_contiguous_images_is_explained_rightly(method):
     assert error_ratio(found.heatmap, reference, truth) <= 1
 
 
+@pytest.mark.slow
 def test_every_method_explains_a_network_that_needs_contiguous_images():
     with Explainer(lenet(as_written.ReshapingLeNet), accelerate=False, **OPTIONS) as explainer:
         methods = offered(explainer)

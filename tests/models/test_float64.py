@@ -49,6 +49,7 @@ def test_network_in_float64_is_served():
         check_right(client, model="net")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("double_by_default")
 def test_default_type_of_a_program_changes_no_map():
     network = plain().float()

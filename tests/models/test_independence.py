@@ -85,6 +85,7 @@ def test_maps_of_dependent_rows_are_those_of_each_image_alone(name, caplog):
     assert re.search(f"runs one image at a time, which is slower: {re.escape(words)}", caplog.text)
 
 
+@pytest.mark.slow
 def test_every_method_normalises_each_image_by_itself():
     with Explainer(without_statistics(), accelerate=False, **OPTIONS) as explainer:
         methods = offered(explainer)

@@ -98,7 +98,9 @@ def test_probabilities_of_a_served_network_are_its_own():
             assert found == pytest.approx(dict(enumerate(own(make()))), abs=1e-6)
 
 
-@pytest.mark.parametrize("last", [nn.Softmax(1), nn.Sigmoid()], ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    "last", [nn.Softmax(1), pytest.param(nn.Sigmoid(), marks=pytest.mark.slow)], ids=["softmax", "sigmoid"]
+)
 def test_maps_before_an_activation_are_those_of_the_logits_to_the_bit(last):
     task = {"task": "multilabel"} if isinstance(last, nn.Sigmoid) else {}
     with Explainer(nn.Sequential(plain(), nn.Identity()), accelerate=False, **task, **OPTIONS) as explainer:
@@ -111,6 +113,7 @@ def test_maps_before_an_activation_are_those_of_the_logits_to_the_bit(last):
     assert network[1] is last  # the caller's own network is as it was
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [SoftmaxBeforeLogits, SigmoidBeforeLogits])
 def test_logits_beside_probabilities_are_explained(kind):
     task = {"task": "multilabel"} if kind is SigmoidBeforeLogits else {}

@@ -66,7 +66,9 @@ def expected():
         return methods, maps(explainer, methods)
 
 
-@pytest.mark.parametrize("kind", [Runtime, Arrays, NoGrad, InferenceMode])
+@pytest.mark.parametrize(
+    "kind", [Runtime, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Arrays, NoGrad, InferenceMode))]
+)
 def test_network_without_gradient_has_the_maps_that_need_none(kind, expected):
     methods, (maps_expected, predictions) = expected
     assert {"occlusion", "rise", "lime", "scorecam", "ablationcam", "fem", *SIGN_OF_GRADIENT} <= {*methods}
