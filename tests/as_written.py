@@ -150,6 +150,32 @@ def with_replaced_whole_forward() -> Plain:
     return network
 
 
+def with_hidden_part() -> Plain:
+    """Return the network with a part that torch does not know of, as in a wrapper: `eval()` does not reach it."""
+    network = plain()
+    body = network.body.train()
+    del network.body
+    object.__setattr__(network, "body", body)
+    return network
+
+
+class InAList(Plain):
+    """Keeps its parts in a plain list, in training mode."""
+
+    def features(self, image: Tensor) -> Tensor:
+        for part in self.parts:
+            image = part(image)
+        return image
+
+
+def in_a_list() -> InAList:
+    network = changed(InAList)
+    parts = [network.stem.train(), network.body.train()]
+    del network.stem, network.body
+    network.parts = parts
+    return network
+
+
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     "checkpointing": lambda: changed(NotReentrant),
     "reentrant_checkpointing": lambda: changed(Reentrant),
@@ -164,6 +190,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "replaced_forward_of_a_layer": with_replaced_forward_of_a_layer,
     "replaced_forward_of_the_network": with_replaced_whole_forward,
     "replaced_forward_in_training": lambda: with_replaced_forward().train(),
+    "hidden_part": with_hidden_part,
 }
 """Networks that compute what `plain` does, by name."""
 

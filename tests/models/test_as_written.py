@@ -326,3 +326,17 @@ def test_photo_of_a_phone_is_explained():
     photo = np.broadcast_to(IMAGE[:1, :1], (4000, 6000, 3))
     with Explainer(plain(), **OPTIONS) as explainer:
         assert explainer.explain(photo, overlay=None).photo.width == 6000
+
+
+def test_modules_in_a_plain_list_are_layers_in_evaluation_mode(caplog):
+    network = as_written.in_a_list()
+    before = state_of(network.parts[0])
+    with Explainer(network, **OPTIONS) as explainer:
+        (found,) = explainer.explain(IMAGE, targets=3, overlay=None).explanations
+    reference, truth = (gradcam(each, each.body) for each in (plain(), doubled(plain())))
+
+    assert found.layer == "parts.1"
+    assert error_ratio(found.heatmap, reference, truth) <= 1
+    assert changes(before, state_of(network.parts[0])) == []
+    assert isinstance(network.parts, list)
+    assert "keeps modules where eval() does not reach them, such as in a plain list: parts" in caplog.text

@@ -209,9 +209,15 @@ def test_option_of_a_spec_is_checked():
     ("options", "words"),
     [
         ({"activation": "soft"}, 'activation="soft" (did you mean "softmax"?): one of none, softmax, sigmoid'),
+        ({"size": 32.5}, "size=32.5: it is a number of pixels, or (height, width)"),
+        ({"size": (32, 32, 3)}, "size=(32, 32, 3): it is a number of pixels, or (height, width)"),
+        ({"size": "32"}, "size='32': it is a number of pixels, or (height, width)"),
+        ({"size": 0}, "size=0: an input has at least one pixel"),
+        ({"accelerate": "no"}, "accelerate='no': True or False"),
+        ({"text": nn.Linear(2, 2)}, "text is a Linear: give a camserve_server.models.TextTower"),
         ({"task": "multilable"}, 'task="multilable" (did you mean "multilabel"?): one of classify, multilabel'),
     ],
 )
 def test_option_of_a_network_is_checked(options, words):
     with pytest.raises(ConfigError, match=f"^{re.escape(words)}"):
-        Explainer(plain(), **options, **OPTIONS)
+        Explainer(plain(), **(OPTIONS | options))

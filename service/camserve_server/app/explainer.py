@@ -268,20 +268,29 @@ def _spec_of(network: nn.Module, options: NetworkOptions) -> ModelSpec:
     if unknown := options.keys() - NetworkOptions.__annotations__.keys():
         name = min(unknown)
         raise ConfigError(f'unknown option "{name}"{did_you_mean(name, NetworkOptions.__annotations__)}')
+    _check(options)
     mean, std = _statistics_of(network, options)
     preprocess = inputs.preprocess_of(options.get("size"), options.get("crop"), mean, std, options.get("transform"))
-    for name, choices in (("task", (*get_args(Task), "binary")), ("activation", get_args(Activation))):
-        value: Any = options.get(name)
-        if value is not None and value not in choices:
-            raise ConfigError(f'{name}="{value}"{did_you_mean(str(value), choices)}: one of {", ".join(choices)}')
-    labels = names_of(options.get("labels"))
-    text = options.get("text")
+    labels, text = names_of(options.get("labels")), options.get("text")
     task = options.get("task") or ("embed" if text else None)
     source = Source(
         network, preprocess, labels, task, options.get("output"), text, activation=options.get("activation")
     )
-    accelerate = options.get("accelerate", True)
-    return replace(spec_of_network(type(unwrap(network)).__name__, source, shared=True), accelerate=accelerate)
+    spec = spec_of_network(type(unwrap(network)).__name__, source, shared=True)
+    return replace(spec, accelerate=options.get("accelerate", True))
+
+
+def _check(options: NetworkOptions) -> None:
+    """Check the options whose values are of a few kinds."""
+    for name, choices in (("task", (*get_args(Task), "binary")), ("activation", get_args(Activation))):
+        value: Any = options.get(name)
+        if value is not None and value not in choices:
+            raise ConfigError(f'{name}="{value}"{did_you_mean(str(value), choices)}: one of {", ".join(choices)}')
+    accelerate, text = options.get("accelerate", True), options.get("text")
+    if not isinstance(accelerate, bool):
+        raise ConfigError(f"accelerate={accelerate!r}: True or False")
+    if text is not None and not isinstance(text, TextTower):
+        raise ConfigError(f"text is a {type(text).__name__}: give a camserve_server.models.TextTower")
 
 
 def _statistics_of(network: nn.Module, options: NetworkOptions) -> tuple[Sequence[float], Sequence[float]]:
@@ -299,7 +308,7 @@ def _statistics_of(network: nn.Module, options: NetworkOptions) -> tuple[Sequenc
 def _channels_of(network: nn.Module, size: int | inputs.Size | None) -> int:
     """Return the channels of a network's first convolution, unless the network runs on RGB."""
     channels = channels_of(unwrap(network))
-    height, width = size if isinstance(size, tuple | list) else (size or inputs.SIDE,) * 2
+    height, width = inputs.size_of(inputs.SIDE if size is None else size)
     is_rgb = channels in (0, RGB) or runs(unwrap(network), (1, RGB, height, width))
     return RGB if is_rgb else channels
 

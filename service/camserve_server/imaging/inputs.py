@@ -3,6 +3,7 @@
 import io
 import logging
 import math
+import operator
 import struct
 import zlib
 from collections.abc import Callable, Sequence
@@ -105,9 +106,7 @@ def preprocess_of(
     made_size = made[:2]
     if made[2] != len(means):
         raise ConfigError(f"the transform makes inputs of {raw.count_of(made[2])}, and mean is for {len(means)}")
-    input_size = made_size if size is None else (size, size) if isinstance(size, int) else size
-    if min(input_size) < 1:
-        raise ConfigError(f"size={size}: an input has at least one pixel")
+    input_size = made_size if size is None else size_of(size)
     if transform and input_size != made_size:
         raise ConfigError(f"the transform makes inputs of {_describe_size(made_size)}, and size={size} says otherwise")
     share = crop or ("whole" if transform else CROP)
@@ -116,6 +115,21 @@ def preprocess_of(
     if array_transform and not crop and _measured(array_transform, len(means)):
         shown = lru_cache(_SIZES)(partial(transforms.shown_part, array_transform, channels=len(means)))
     return replace(plain, prepare=Prepare(plain, array_transform, shown))
+
+
+def size_of(size: Any) -> Size:
+    """Return height and width from either, or from one number for both.
+
+    Raises:
+        ConfigError: they are not whole numbers from 1.
+    """
+    try:
+        height, width = map(operator.index, size if isinstance(size, Sequence) else (size, size))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"size={size!r}: it is a number of pixels, or (height, width)") from error
+    if min(height, width) < 1:
+        raise ConfigError(f"size={size}: an input has at least one pixel")
+    return height, width
 
 
 def _try_transform(transform: Transform, channels: int) -> tuple[ArrayTransform, tuple[int, int, int]]:

@@ -42,6 +42,43 @@ def unwrap_children(module: nn.Module) -> nn.Module:
     return module
 
 
+def register_hidden(module: nn.Module) -> list[str]:
+    """Register the modules that a network keeps outside of torch's register, in place, such as those in a plain list.
+
+    `eval()` and `to()` do not reach them otherwise, and they have no names. A list becomes a `ModuleList`.
+
+    Returns:
+        The names of what is registered now.
+    """
+    known, names = {id(part) for part in module.modules()}, list[str]()
+    for path, owner in [*module.named_modules()]:
+        for name, value in [*vars(owner).items()]:
+            if name in _OF_TORCH or (hidden := _as_module(value, known)) is None:
+                continue
+            del owner.__dict__[name]
+            owner.add_module(name, hidden)
+            names.append(f"{path}.{name}" if path else name)
+    return names + register_hidden(module) if names else []
+
+
+def _as_module(value: Any, known: set[int]) -> nn.Module | None:
+    """Return an attribute with modules that are not known as a module; None for any other attribute."""
+    parts = [value] if isinstance(value, nn.Module) else [*value.values()] if isinstance(value, dict) else value
+    if not isinstance(parts, list | tuple) or not parts or not all(isinstance(part, nn.Module) for part in parts):
+        return None
+    if all(id(part) in known for part in parts):
+        return None
+    if isinstance(value, nn.Module):
+        return value
+    if isinstance(value, dict):
+        return nn.ModuleDict(value) if all(isinstance(key, str) and "." not in key for key in value) else None
+    return nn.ModuleList(parts)
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Names of the attributes that every module has."""
+
+
 class Program(nn.Module):
     """A TorchScript program as a single module: there are no hooks inside it, and no parameters that can be changed.
 

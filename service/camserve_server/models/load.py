@@ -36,7 +36,7 @@ from camserve_server.models.hooks import has_forward_hooks, output_of
 from camserve_server.models.pickles import CorruptFileError, printable
 from camserve_server.models.probe_cache import Probed
 from camserve_server.models.source import Source
-from camserve_server.models.sources import build, with_logits
+from camserve_server.models.sources import BUILT_IN, build, register_hidden, with_logits
 from camserve_server.models.spec import ModelSpec
 from camserve_server.models.text import TextTower
 from camserve_server.models.values import ModelInfo, Pass
@@ -189,6 +189,8 @@ def _prepare(spec: ModelSpec, source: Source, device: str, rows: int) -> LoadedM
         _randomise_zeros(source.module)
         log.warning("model %s has random weights: its explanations mean nothing", spec.name)
     try:
+        if spec.live is None and spec.source not in BUILT_IN:
+            register_hidden(spec, source.module)  # after the weights, whose file may lack them
         module = live.to_evaluation(source.module, device)
         labels = _read_labels(spec.labels) if spec.labels else source.labels
         preprocess = _with_size(detectors.preprocess_of(module, source.preprocess), spec.size)

@@ -27,6 +27,10 @@ LIBRARIES = ("torchvision", "timm")
 """Sources that are libraries, in `zoo`."""
 
 
+BUILT_IN = ("embedded", *LIBRARIES, "hf")
+"""Sources whose networks are no code of the user's own."""
+
+
 def build(spec: ModelSpec) -> Source:
     """Build the module of a spec, with the source's own weights or seeded random ones.
 
@@ -36,6 +40,8 @@ def build(spec: ModelSpec) -> Source:
     source = _build(spec)
     is_callers_own = spec.live is not None and source.module is spec.live.module
     if not is_callers_own:
+        if spec.live is not None:
+            register_hidden(spec, source.module)
         source = replace(source, module=live.enclose_programs(live.unwrap_children(source.module)))
         recomputation.switch_off(source.module)
     if spec.live is not None and not is_callers_own and _runs_modules_of(spec, source, spec.live.module):
@@ -54,6 +60,13 @@ def build(spec: ModelSpec) -> Source:
     if is_callers_own:
         raise ConfigError(f"{spec.origin} cannot be copied, so output= cannot be used: return the logits from forward")
     return replace(source, module=live.with_output(source.module, output))
+
+
+def register_hidden(spec: ModelSpec, module: nn.Module) -> None:
+    """Register the modules of a network that torch does not know of, in place, and log their names."""
+    if names := live.register_hidden(module):
+        words = "model %s keeps modules where eval() does not reach them, such as in a plain list: %s"
+        log.warning(words, spec.name, ", ".join(names))
 
 
 def _output_of(source: Source, before: heads.Output | None = None) -> heads.Output | None:
@@ -229,8 +242,7 @@ def search_current_folder(spec: ModelSpec) -> None:
 
 
 def _is_user_code(spec: ModelSpec) -> bool:
-    built_in = ("embedded", *LIBRARIES, "hf")
-    return spec.source not in built_in and spec.source not in plugins.find(plugins.SOURCES)
+    return spec.source not in BUILT_IN and spec.source not in plugins.find(plugins.SOURCES)
 
 
 def check(spec: ModelSpec) -> None:
