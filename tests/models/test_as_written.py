@@ -340,3 +340,14 @@ def test_modules_in_a_plain_list_are_layers_in_evaluation_mode(caplog):
     assert changes(before, state_of(network.parts[0])) == []
     assert isinstance(network.parts, list)
     assert "keeps modules where eval() does not reach them, such as in a plain list: parts" in caplog.text
+
+
+class Transposed(as_written.Plain):
+    def forward(self, image):
+        return super().forward(image).t()
+
+
+def test_output_without_a_row_for_each_image_is_refused():
+    words = r"its output for one image is \[5, 1\]: the axis of the batch comes first, as in \[batch, classes\]"
+    with pytest.raises(ConfigError, match=words):
+        Explainer(as_written.changed(Transposed), **OPTIONS)

@@ -236,17 +236,9 @@ def _has_weights(model: nn.Module, name: str) -> bool:
 def _checked_values(output: Any, task: Task) -> Tensor:
     """Return the output for one image as a tensor, if it fits the task."""
     if task == "detect":
-        if task_of(output) != "detect":
-            raise ConfigError(f"it is not a detector: it returns {_description(output)}, not boxes, labels and scores")
-        if not len(output[0]["scores"]):
-            raise ConfigError(
-                "it finds no object in an image of noise, so its layers cannot be probed: keep the lowest score that "
-                "it reports in an attribute score_thresh, which is lowered meanwhile"
-            )
-        others = output[0].get("class_scores")
-        if others is not None and (others.dim() != 2 or len(others) != len(output[0]["scores"])):  # noqa: PLR2004
-            raise ConfigError(f"its class_scores are {list(others.shape)} and not [objects, classes]")
-    elif task == "segment":
+        _check_objects(output)
+        return values_of(output, task, 1)
+    if task == "segment":
         if _dims(output) != 4:  # noqa: PLR2004 -- [batch, classes, height, width]
             raise ConfigError(
                 f"it is not a segmentation model: it returns {_description(output)}, not [batch, classes, h, w]"
@@ -254,7 +246,27 @@ def _checked_values(output: Any, task: Task) -> Tensor:
     elif _has_several_parts(output) or _dims(output, rows=True) != 2:  # noqa: PLR2004 -- [batch, classes]
         hint = "; task=segment explains classes of places" if _dims(output) == 4 else ""  # noqa: PLR2004 -- [B,C,h,w]
         raise ConfigError(f"it is not a classifier: it returns {_description(output)}, not [batch, classes]{hint}")
-    return values_of(output, task, 1)
+    values = values_of(output, task, 1)
+    if len(values) != 1:
+        shape = list(values.shape)
+        raise ConfigError(
+            f"its output for one image is {shape}: the axis of the batch comes first, as in [batch, classes]"
+        )
+    return values
+
+
+def _check_objects(output: Any) -> None:
+    """Check that an output is that of a detector, which has found an object."""
+    if task_of(output) != "detect":
+        raise ConfigError(f"it is not a detector: it returns {_description(output)}, not boxes, labels and scores")
+    if not len(output[0]["scores"]):
+        raise ConfigError(
+            "it finds no object in an image of noise, so its layers cannot be probed: keep the lowest score that "
+            "it reports in an attribute score_thresh, which is lowered meanwhile"
+        )
+    others = output[0].get("class_scores")
+    if others is not None and (others.dim() != 2 or len(others) != len(output[0]["scores"])):  # noqa: PLR2004
+        raise ConfigError(f"its class_scores are {list(others.shape)} and not [objects, classes]")
 
 
 def _has_several_parts(output: Any) -> bool:
