@@ -40,6 +40,7 @@ MIXTURES = frozenset(
 """Nodes that average values, or that turn one value into two: `heads.two_classes`."""
 
 SIGMOIDS = frozenset({"SigmoidBackward0", "HardsigmoidBackward0", "SoftmaxBackward0"})
+"""Nodes whose values are from 0 to 1."""
 
 MODULES = nn.Softmax, nn.Softmax2d, nn.Sigmoid
 """Modules whose input are the logits."""

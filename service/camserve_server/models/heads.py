@@ -40,7 +40,7 @@ def _parts(output: Any) -> Iterator[tuple[str, Any]]:
 
 
 SMALLEST, LARGEST = 2.0**-126, 1 - 2.0**-24
-"""The smallest positive float32, but for denormal ones, and the largest below 1."""
+"""The smallest normal float32 above 0, and the largest below 1."""
 
 
 def logits_of(probabilities: Probabilities) -> Output:
@@ -60,7 +60,7 @@ def logits_of(probabilities: Probabilities) -> Output:
 
 
 def leaf_of(index: int) -> Output:
-    """Return the function that takes the tensor with an index out of all tensors of an output."""
+    """Return the function that selects one of all tensors of an output by its index."""
     return lambda output: pytree.tree_leaves(output)[index]
 
 

@@ -24,10 +24,10 @@ SUSPICIOUS = 1e-3
 """Difference, as a share of the largest value, from which a module is suspected."""
 
 CERTAIN = 1e-6
-"""Difference in float64 from which it is none of rounding."""
+"""Difference in float64, as a share of the largest value, that is too large for a rounding error."""
 
 CERTAIN_IN_FLOAT32 = 1e-2
-"""The same for a model that does not run in float64."""
+"""The same in float32, for a model that does not run in float64."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ def _output_of(source: Source, before: heads.Output | None = None) -> heads.Outp
 def with_logits(source: Source, ending: Ending) -> Source:
     """Return a source whose network, a copy of ours, returns logits, given that it ends in probabilities.
 
-    A softmax or sigmoid that is a module of its own is replaced by nothing. Otherwise the probabilities are turned into
+    A softmax or sigmoid that is a module of its own becomes an `Identity`. Otherwise the probabilities are turned into
     logits. Independent probabilities make a multilabel model, or a binary one of a single class for each pixel.
     """
     module = source.module
