@@ -181,6 +181,8 @@ def test_barrier_is_found(show, file):
 
 def test_keys_reach_every_control_in_order_and_show_the_focus(show, file):
     page = show(file)
+    to_cases(page)
+    page.locator(".wipe").nth(1).wait_for()  # a card is drawn when it comes near the window
     page.locator("#cases-title").focus()
     reached = []
     for _ in range(11):
