@@ -90,7 +90,8 @@ The default layer is the last module to finish that meets all of these condition
 4. If its output is tokens, it is a norm or a module with children, such as a block. A single linear map does not count.
 5. It changes its input. An identity, a dropout or a permutation does not, so the module before it is used.
 
-A request can name any other layer with a grid and a gradient. The table has the number of these layers.
+A request can name any other layer with a grid and a gradient. The table has the number of these layers. After the last
+of them, an output of one cell, such as a pooled one, can be named too: its map is one value, with the verdict `flat`.
 
 ## How the grid is found
 
@@ -109,7 +110,7 @@ get the grid that most of them show. Any other layer is refused, with the reason
 |---|---|
 | windows of a Swin or a MaxViT, patches of a MobileViT; position tables | its first axis is not the batch |
 | attention matrices; the tokens of a Hiera before its last stage, which follow its windows | not in the image's order |
-| outputs of poolings, heads and squeezes; queries and keys per head | no grid over the image |
+| outputs of heads and squeezes; queries and keys per head | no grid over the image |
 | hidden layers of a Mixer's token mixing; the states of a state space | neither the shape nor the run shows a grid |
 | layers after the last norm through which patches reach a class token | every gradient there is zero |
 | the decoder of a DETR, and the queries of a Mask2Former | one token per object, not per place |
@@ -184,7 +185,7 @@ def examine(name: str) -> Explanation:
     deviation = float(np.abs(heatmap - expected).max() / np.abs(expected).max())
     if not deviation <= MAX_DEVIATION:
         raise ArithmeticError(f"{name}: the map at {layer.name} deviates by {deviation:.1e}")
-    explainable = sum(other.layout is not None for other in info.layers.values())
+    explainable = sum(other.layout is not None and other.layout.cells > 1 for other in info.layers.values())
     return Explanation(name, layer.name, layer.layout, explainable, deviation)
 
 

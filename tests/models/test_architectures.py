@@ -137,7 +137,6 @@ REFUSED = {
     "attention": (lambda x: (x.flatten(2).transpose(1, 2) @ x.flatten(2)).softmax(2)[:, None], OTHER_ORDER),
     "transposed tokens": (lambda x: x.flatten(2), UNKNOWN_GRID),
     "one value a channel": (lambda x: x.mean((2, 3)), NO_GRID),
-    "one cell": (lambda x: x.mean((2, 3), keepdim=True), NO_GRID),
     "one token": (lambda x: x.mean((2, 3))[:, None], NO_GRID),
 }
 
@@ -147,6 +146,10 @@ def test_output_without_a_grid_is_refused_with_a_reason(kind):
     lay_out, reason = REFUSED[kind]
     assert place(lay_out) == reason
     assert reason.startswith(NO_GRID)
+
+
+def test_pooled_layer_after_the_last_grid_has_one_cell():
+    assert place(lambda x: x.mean((2, 3), keepdim=True)) == Layout("nchw", 1, 1)
 
 
 def test_layer_without_visible_places_has_the_only_grid_of_its_shape():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils import checkpoint
 
 import as_written
@@ -351,3 +352,26 @@ def test_output_without_a_row_for_each_image_is_refused():
     words = r"its output for one image is \[5, 1\]: the axis of the batch comes first, as in \[batch, classes\]"
     with pytest.raises(ConfigError, match=words):
         Explainer(as_written.changed(Transposed), **OPTIONS)
+
+
+class Part(torch.Tensor):
+    """A part of a tensor, as those of torch.distributed."""
+
+    def full_tensor(self):
+        raise AssertionError("communicates with other processes")
+
+
+def test_network_distributed_among_processes_is_refused_with_the_way_out():
+    network = plain()
+    network.head.weight = nn.Parameter(network.head.weight.detach().as_subclass(Part))
+    words = "its parameter head.weight is a Part, which is distributed among processes: load its full state dict"
+    with pytest.raises(ConfigError, match=words):
+        Explainer(network, **OPTIONS)
+
+
+def test_average_of_a_training_is_explained(expected):
+    with Explainer(AveragedModel(plain()), accelerate=False, **OPTIONS) as explainer:
+        assert explainer.model().default_layer == "module.body"
+        (found,) = explainer.explain(IMAGE, targets=3, overlay=None).explanations
+
+    assert np.array_equal(found.heatmap, expected[1][0]["gradcam", 3, "body"])

@@ -135,6 +135,21 @@ def alias(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
+def check_whole(module: nn.Module) -> None:
+    """Check that a network's parameters are whole tensors.
+
+    Raises:
+        ConfigError: a parameter is distributed among processes, as by FSDP2.
+    """
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "full_tensor"):  # without an import of torch.distributed.tensor, which takes a second
+            words = (
+                f"its parameter {name} is a {type(parameter).__name__}, which is distributed among processes: "
+                "load its full state dict into a network that is not, and explain that"
+            )
+            raise ConfigError(words)
+
+
 def copy_network(module: nn.Module) -> nn.Module:
     """Return a copy of a network that shares nothing with it.
 

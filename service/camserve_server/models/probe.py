@@ -117,7 +117,8 @@ def probe(
         trial.find_trunk(model, run.last)
     alone = {**first.intact, "": first.output}
     observed, trial.dependence = _observe(model, images, trial.queries, alone)
-    grids = find_grids(observed or _observe_shapes(run.calls), size, trial.queries)
+    observations = observed or _observe_shapes(run.calls)
+    grids = _with_single_cells(find_grids(observations, size, trial.queries), observations)
     modules = dict(model.named_modules())
     layers = {
         name: _describe(
@@ -200,9 +201,10 @@ def default_layer(model: nn.Module, layers: Mapping[str, LayerInfo]) -> str:
     Modules inside an attention (queries, keys, values) are not features of the image, so the norm before the attention
     is used. In the last block of a transformer with a class token this norm is the last layer through which patches
     reach the score. Among tokens, the layer is a norm or a module with children, such as a block, and no single linear
-    map. Modules that return their input unchanged are skipped. The name is empty if no layer can be explained.
+    map. Modules that return their input unchanged are skipped, and grids of one cell. The name is empty if no layer can
+    be explained.
     """
-    explainable = [layer for layer in layers.values() if layer.layout]
+    explainable = [layer for layer in layers.values() if layer.layout and layer.layout.cells > 1]
     modules = dict(model.named_modules())
     trunk = (layer for layer in reversed(explainable) if is_trunk(layer, modules))
     return next(trunk, explainable[-1]).name if explainable else ""
@@ -412,6 +414,24 @@ def find_grids(
         | {seen.shape[1] for seen in observations.values() if seen.shape and len(seen.shape) == 3},  # noqa: PLR2004 -- [B,N,C]
     )
     return {name: certain.get(name) or _infer_grid(observation, context) for name, observation in observations.items()}
+
+
+def _with_single_cells(
+    grids: Mapping[str, GridOrReason], observations: Mapping[str, LayerObservation]
+) -> dict[str, GridOrReason]:
+    """Return the grids, and a grid of one cell for each layer [B,C,1,1] after the last larger grid.
+
+    Such are the last layers of a network for small images, and pooled features. Their maps have one value, and a verdict
+    that says so. Before the last larger grid they are factors of channels, as in squeeze-and-excitation.
+    """
+    names = list(grids)
+    last = max((index for index, name in enumerate(names) if isinstance(grids[name], Layout)), default=len(names))
+    cells = {
+        name: Layout("nchw", 1, 1)
+        for name in names[last + 1 :]
+        if observations[name].has_batch_axis and (observations[name].shape or ())[2:] == (1, 1)
+    }
+    return {**grids, **cells}
 
 
 def _common_layouts(layouts: Iterable[Layout], size: tuple[int, int]) -> dict[int, Layout]:

@@ -86,6 +86,7 @@ def find_scales(
         graph.layers[name]: name
         for name, layer in layers.items()
         if layer.layout
+        and layer.layout.cells > 1
         and layer.calls == 1  # a head is called for every scale
         and name in graph.layers
         and name not in graph.collectors

@@ -38,6 +38,7 @@ def build(spec: ModelSpec) -> Source:
         ConfigError: the source has no such model, or its weights cannot be fetched or read.
     """
     source = _build(spec)
+    live.check_whole(source.module)
     is_callers_own = spec.live is not None and source.module is spec.live.module
     if not is_callers_own:
         if spec.live is not None:

@@ -79,9 +79,14 @@ class Layout:
     suffix: int = 0
 
     @property
+    def cells(self) -> int:
+        """The number of cells of the grid."""
+        return self.height * self.width
+
+    @property
     def tokens(self) -> int:
         """The number of tokens, including those before and after the grid; 0 for layouts without tokens."""
-        return self.prefix + self.height * self.width + self.suffix if self.axes == "tokens" else 0
+        return self.prefix + self.cells + self.suffix if self.axes == "tokens" else 0
 
     def scaled(self, size: tuple[int, int], to: tuple[int, int]) -> "Layout":
         """Return the layout for inputs of another height and width, to within a row and a column.
