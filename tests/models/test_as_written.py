@@ -375,3 +375,17 @@ def test_average_of_a_training_is_explained(expected):
         (found,) = explainer.explain(IMAGE, targets=3, overlay=None).explanations
 
     assert np.array_equal(found.heatmap, expected[1][0]["gradcam", 3, "body"])
+
+
+def test_image_of_a_similarity_may_be_an_input():
+    other = as_input(plain()).detach()[0].flip(2)
+    with Explainer(plain(), task="embed", **OPTIONS) as explainer:
+        files = other, other.numpy(), explainer.file_of(other)
+        similar = [camserve.similarity(file) for file in files]
+        scores = [found.score for found in explainer.explain(IMAGE, targets=similar, overlay=None).explanations]
+        (streamed,) = explainer.explain_many([{"image": IMAGE, "targets": similar[0]}])
+    with torch.no_grad():
+        expected = torch.cosine_similarity(plain()(as_input(plain())), plain()(other[None]))
+
+    assert scores == [pytest.approx(expected.item(), abs=1e-5)] * 3
+    assert streamed.explanations[0].score == scores[0]

@@ -1,5 +1,7 @@
 """Networks with no gradient, one in their last part alone, or no layer with a grid: they have what needs none."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -263,6 +265,17 @@ def test_part_that_is_torchscript_is_a_layer_without_layers(names):
     assert error_ratio(found["gradcam"].heatmap, *maps_of_cam) <= 1
     assert error_ratio(found["saliency"].heatmap, saliency(reference), saliency(truth)) <= 1
     assert network.stem.training is False
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # deprecated
+def test_copy_of_a_part_that_is_torchscript_is_explained():
+    network = copy.deepcopy(scripted("stem"))
+    assert not next(network.stem.parameters()).is_leaf  # torch changes no flags of these
+    with Explainer(network, **OPTIONS) as explainer:
+        (found,) = explainer.explain(IMAGE, targets=3, overlay=None).explanations
+    reference, truth = plain(), doubled(plain())
+
+    assert error_ratio(found.heatmap, *(gradcam(each, each.body) for each in (reference, truth))) <= 1
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # deprecated

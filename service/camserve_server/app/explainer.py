@@ -215,13 +215,14 @@ class Explainer(camserve.Client):
             raise camserve.InvalidArgument(f"image: {error.message}", fields={"image": error.message}) from error
 
     def named(self, options: Any) -> Any:
-        """Return the options of a call, with the names of layers in place of modules of the network.
+        """Return the options of a call: names in place of modules of the network, files in place of its inputs.
 
         Args:
-            options: options of a call, or an item of `explain_many`. `layers` and `layer` may be modules.
+            options: options of a call, or an item of `explain_many`. `layers` and `layer` may be modules, and the image
+                of a similarity an input of the network.
 
         Raises:
-            InvalidArgument: A module is not one of the network.
+            InvalidArgument: A module is not one of the network, or an input does not fit it.
 
         Example:
             >>> from torch import nn
@@ -233,9 +234,16 @@ class Explainer(camserve.Client):
         """
         if not isinstance(options, Mapping):
             return options
-        given = {name: options[name] for name in ("layers", "layer") if name in options}
-        named = {name: self._names_of(layers) for name, layers in given.items()}
+        named = {name: self._names_of(options[name]) for name in ("layers", "layer") if name in options}
+        named |= {name: self._with_files(options[name]) for name in ("targets", "target") if name in options}
         return {**options, **named} if named else options
+
+    def _with_files(self, targets: Any) -> Any:
+        if isinstance(targets, list | tuple):
+            return [self._with_files(target) for target in targets]
+        if isinstance(targets, camserve.Similarity) and isinstance(targets.image, Tensor | np.ndarray):
+            return replace(targets, image=self.file_of(targets.image))
+        return targets
 
     def _names_of(self, layers: Any) -> Any:
         if isinstance(layers, nn.Module):

@@ -261,7 +261,8 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 def frozen(module: nn.Module) -> Iterator[None]:
     """Put a network into evaluation mode, without gradients for its parameters, and restore it after the block."""
     modes = {child: child.training for child in module.modules()}
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    # A copy of a TorchScript program may have parameters that are no leaves: torch does not change their flags.
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter.is_leaf]
     try:
         for child in modes:
             child.training = False  # not `eval()`, which a module may override
