@@ -97,6 +97,27 @@ def test_network_that_does_not_run_says_where():
         Explainer(nn.Sequential(nn.Conv2d(2, 3, 3), plain()), mean=(0.5,) * 3, std=(0.5,) * 3, size=SIZE)
 
 
+class WithText(Plain):
+    def forward(self, image, text, scale=1):
+        return super().forward(image) * scale + text
+
+
+@pytest.mark.parametrize(
+    ("network", "words"),
+    [
+        (
+            nn.Sequential(nn.Conv3d(3, 4, 3), nn.AdaptiveAvgPool3d(1), nn.Flatten()),
+            "; it takes videos or volumes: camserve_server.models.tiled gives it the tiles of one picture",
+        ),
+        (changed(WithText), "; its forward needs text besides the image: wrap it in a module that passes it on, or"),
+    ],
+    ids=["volumes", "several inputs"],
+)
+def test_network_of_other_inputs_is_refused_with_the_way_out(network, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        Explainer(network, size=SIZE)
+
+
 @pytest.mark.parametrize("channels", [1, 2, 4])
 def test_channels_are_those_of_the_first_convolution(channels):
     network = nn.Sequential(

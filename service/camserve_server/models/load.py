@@ -231,7 +231,7 @@ def _describe(spec: ModelSpec, source: Source, weights: str, device: str) -> Mod
     if probed.dependence.mates:
         log.warning("model %s runs one image at a time, which is slower: %s", spec.name, probed.dependence.mates)
     if probed.dependence.run:
-        words = "model %s gives an image another output in each run, first in %s: is a dropout always on, or a state that each run changes?"
+        words = "model %s has another output in each run, first in %s: is a dropout on, or does a run change a state?"
         log.warning(words, spec.name, probed.dependence.run)
     if not probed.differentiable:
         words = (

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, TypeAlias
 
 import torch
@@ -30,6 +30,8 @@ QUERIES = "its output has no grid over the image: it has one token per object, n
 ZERO_GRADIENT = "the score does not depend on its grid: every gradient there is zero"
 
 RGB = 3  # channels
+
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 GridOrReason: TypeAlias = Layout | str
 """The layout of a layer's grid, or the reason why it has no grid."""
@@ -324,8 +326,17 @@ def _output(model: nn.Module, image: Tensor) -> Any:
 
 def _hint(model: nn.Module, channels: int) -> str:
     """Return what may be missing in the description of a model that does not run."""
-    if "input_ids" in signature(model.forward).parameters:
+    parameters = signature(model.forward).parameters
+    if "input_ids" in parameters:
         return "; it takes texts, too: name its saved folder as hf:FOLDER, or give its part for texts as text="
+    if any(isinstance(part, nn.Conv3d) for part in model.modules()):
+        return "; it takes videos or volumes: camserve_server.models.tiled gives it the tiles of one picture"
+    needed = [each.name for each in parameters.values() if each.kind in _POSITIONAL and each.default is each.empty]
+    if len(needed) > 1:
+        return (
+            f"; its forward needs {', '.join(needed[1:])} besides the image: wrap it in a module that passes it on, or "
+            "with camserve_server.models.tiled if these are pictures"
+        )
     first = stem.channels_of(model)
     if first in (0, channels):
         return ""
@@ -421,8 +432,8 @@ def _with_single_cells(
 ) -> dict[str, GridOrReason]:
     """Return the grids, and a grid of one cell for each layer [B,C,1,1] after the last larger grid.
 
-    Such are the last layers of a network for small images, and pooled features. Their maps have one value, and a verdict
-    that says so. Before the last larger grid they are factors of channels, as in squeeze-and-excitation.
+    Such are the last layers of a network for small images, and pooled features. Their maps have one value, and a
+    verdict that says so. Before the last larger grid they are factors of channels, as in squeeze-and-excitation.
     """
     names = list(grids)
     last = max((index for index, name in enumerate(names) if isinstance(grids[name], Layout)), default=len(names))

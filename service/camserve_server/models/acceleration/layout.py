@@ -5,9 +5,9 @@ channels last, float32 without TF32 is often faster contiguous. The faster one d
 model, so both layouts are timed when a model is loaded (docs/decisions/031-gpu-memory-layout.md). On an
 H100, channels last was chosen for every model and precision (docs/decisions/048-first-measurements-on-a-gpu.md).
 
-On a CPU nothing is timed, and the layout is channels last unless the model has a group norm. Measured with two threads, float32, as multiples of
-the speed of a contiguous forward pass, batch 1, 8 and 32: resnet50 1.06, 1.22 and 1.33, mobilenet_v3_large 1.30, 1.42
-and 1.56, convnext_tiny and vit_b_16 1.00 (benchmarks/RESULTS.md).
+On a CPU nothing is timed, and the layout is channels last unless the model has a group norm. Measured with two threads,
+float32, as multiples of the speed of a contiguous forward pass, batch 1, 8 and 32: resnet50 1.06, 1.22 and 1.33,
+mobilenet_v3_large 1.30, 1.42 and 1.56, convnext_tiny and vit_b_16 1.00 (benchmarks/RESULTS.md).
 """
 
 import logging
