@@ -197,7 +197,7 @@ async def test_descriptions_of_models_layers_and_methods(shared_server):
     )
     assert list(described.labels) == ["ant", "bee", "cat", "dog", "elk"]
     assert [layer.name for layer in layers] == ["stem", "act", "features", "pool", "flat", "head"]
-    assert [layer.name for layer in layers if layer.explainable] == ["stem", "act", "features"]
+    assert [layer.name for layer in layers if layer.explainable] == ["stem", "act", "features", "pool"]
     assert {method.name for method in methods} >= {"gradcam", "hirescam", "layercam", "saliency", "smoothgrad"}
     assert [method.kind for method in methods] == sorted(method.kind for method in methods)  # CAMs first
 

@@ -103,7 +103,7 @@ class ModelCalls(Calls):
         Example:
             >>> layers = client.layers("efficientnet_lite0")
             >>> [(layer.name, layer.grid) for layer in layers if layer.explainable][-2:]
-            [('bn2.act', (7, 7)), ('bn2', (7, 7))]
+            [('bn2', (7, 7)), ('global_pool.pool', (1, 1))]
         """
         response = self._call(lambda stubs: stubs.models.ListLayers, models_pb2.ListLayersRequest(model=model))
         return tuple(map(_codec.layer, response.layers))
