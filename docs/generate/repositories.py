@@ -342,7 +342,7 @@ def write(outcomes: Mapping[str, Outcome]) -> None:
     }
     version = re.sub(r"\+\w+", "", torch.__version__)
     beyond = [f"{entry.name} ({outcome.cam or 0:.0e})" for entry, outcome in good if outcome.excess > 1]
-    rounding = f" The [accelerated copy](acceleration.md) of {', '.join(beyond)} rounds more." if beyond else ""
+    rounding = f"\nThe [accelerated copy](acceleration.md) of {', '.join(beyond)} rounds more." if beyond else ""
     text = TEXT.format(rounding=rounding, torch=version, **counts)
     for repository, version in repositories:
         text += f"\n## {repository}\n\n{version}\n\n| network | options | task | layer | Grad-CAM | saliency |\n"
