@@ -1,5 +1,6 @@
 """Sources of settings, their precedence, and the messages for invalid ones."""
 
+import difflib
 import json
 import math
 import os
@@ -266,14 +267,33 @@ def test_hint_prefers_names_with_the_same_words(name, hint):
     assert errors.did_you_mean(name, labels) == hint
 
 
-def test_hint_among_21000_names_compares_at_most_1000(monkeypatch):
-    compared = []
+NAMES_OF_A_CALLER = {
+    "many": [f"label {number}" for number in range(21_000)],
+    "alike": [f"{'label 2x' * 7}{number}" for number in range(1000)],
+    "long": ["label 2x" * 40 + str(number) for number in range(1000)],
+}
 
-    def compare(_name, names, **_):
-        compared.append(len(names))
+
+@pytest.mark.parametrize("known", NAMES_OF_A_CALLER.values(), ids=NAMES_OF_A_CALLER)
+@pytest.mark.parametrize("name", ["label 2x", "label 2x" * 5, "label 2x" * 20])
+def test_hint_compares_few_short_names_letter_by_letter(name, known, monkeypatch):
+    """The texts of a request may be the labels of its model, and hints are made on the event loop."""
+    compared, counted = [], []
+
+    def compare(name, names, **_):
+        compared.extend([name, *names])
         return []
 
-    monkeypatch.setattr(errors.difflib, "get_close_matches", compare)
-    errors.did_you_mean("label 2x", [f"label {number}" for number in range(21_000)])
+    class Letters(difflib.SequenceMatcher):
+        def quick_ratio(self):
+            counted.append(len(self.a))
+            return super().quick_ratio()
 
-    assert compared == [errors.MANY_NAMES]
+    monkeypatch.setattr(errors.difflib, "get_close_matches", compare)
+    monkeypatch.setattr(errors.difflib, "SequenceMatcher", Letters)
+    errors.did_you_mean(name, known)
+
+    assert len(compared) <= 1 + errors.MANY_SPELLED
+    assert max(map(len, compared), default=0) <= errors.LONGEST_SPELLED
+    assert len(counted) <= errors.MANY_NAMES
+    assert max(counted, default=0) <= errors.LONGEST_SPELLED

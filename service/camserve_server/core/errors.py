@@ -15,13 +15,15 @@ ServiceError
 """
 
 import difflib
+import heapq
 import re
 from collections.abc import Collection, Iterable
-from itertools import islice
 from typing import Self
 
-LONGEST_NAME = 200  # characters; the time of a comparison grows with their square
-MANY_NAMES = 1000  # names that are compared letter by letter, at most
+LONGEST_NAME = 200  # characters of a name that gets a hint
+MANY_NAMES = 300  # names whose letters are counted, at most; this takes some microseconds each
+LONGEST_SPELLED = 40  # characters of names that are compared letter by letter; the time may grow with their cube
+MANY_SPELLED = 8  # names that are compared letter by letter, at most
 SUGGESTED = 4  # names in one hint
 
 _WORD = re.compile(r"\w+")
@@ -171,17 +173,30 @@ def _with_words_of(name: str, known: Collection[str]) -> list[str]:
     words = list(dict.fromkeys(_WORD.findall(name)))
     if not words:
         return []
-    candidates = [candidate for candidate in known if all(word in candidate for word in words)]
+    candidates = list(known)
+    for word in words:
+        candidates = [candidate for candidate in candidates if word in candidate]
+    candidates = [candidate for candidate in candidates if not set(words).difference(_WORD.findall(candidate))]
     candidates.sort(key=lambda candidate: (not candidate.endswith(words[-1]), len(candidate), candidate))
-    patterns = [re.compile(rf"\b{word}\b") for word in words]
-    matches = (candidate for candidate in candidates if all(pattern.search(candidate) for pattern in patterns))
-    return list(islice(matches, SUGGESTED))
+    return candidates[:SUGGESTED]
 
 
-def _spelled_like(name: str, known: Collection[str]) -> list[str]:
-    """Return the most similar known name, if one is similar enough."""
-    names = known
-    if len(names) > MANY_NAMES:  # a comparison blocks the event loop for 50 us
-        names = [candidate for candidate in names if candidate[:1] == name[:1]]
+def _spelled_like(name: str, known: Iterable[str]) -> list[str]:
+    """Return the most similar known name, if one is similar enough.
+
+    This runs on the event loop, and `known` may come from a caller. So only the names that have most letters in common
+    with `name` are compared with it letter by letter, and no long ones.
+    """
+    if len(name) > LONGEST_SPELLED:
+        return []
+    names = [candidate for candidate in known if len(candidate) <= LONGEST_SPELLED]
+    if len(names) > MANY_NAMES:
+        names = [candidate for candidate in names if candidate.startswith(name[:1])]
         names = sorted(names, key=lambda candidate: abs(len(candidate) - len(name)))[:MANY_NAMES]
-    return difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    letters = difflib.SequenceMatcher(b=name)
+
+    def in_common(candidate: str) -> float:
+        letters.set_seq1(candidate)
+        return letters.quick_ratio()
+
+    return difflib.get_close_matches(name, heapq.nlargest(MANY_SPELLED, names, key=in_common), n=1, cutoff=0.6)

@@ -3,6 +3,7 @@
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -102,11 +103,12 @@ def _read_files(tensor: Input, values: Values, limits: Limits) -> list[bytes]:
     if len(shape) not in (1, 2) or shape[1:] not in ([], [1]):
         raise InvalidArgument(f"files have the shape [N] or [N,1], not {shape}", field="inputs[0].shape")
     count = _check_count(shape[0], limits)
-    files = list(_elements(values)) if isinstance(values, bytes) else list(values)
+    files = list(islice(_elements(values) if isinstance(values, bytes) else values, count + 1))
     if len(files) != count:
+        found = "more than" if len(files) > count else f"{len(files)} of"
         raise InvalidArgument(
-            f"{len(files)} files do not fill the shape, which has {count}: in raw_input_contents each file follows its "
-            "length as an unsigned little-endian number of four bytes",
+            f"the tensor has {found} the {count} files of its shape: in raw_input_contents each file follows its length "
+            "as an unsigned little-endian number of four bytes",
             field="inputs[0]",
         )
     return files
