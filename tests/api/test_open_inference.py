@@ -291,7 +291,11 @@ WRONG = {
     "nine files": (lambda: message(shape=(9,)), "inputs[0].shape", "9 images, and 8 is the limit"),
     "a bare file": (lambda: message(raw=PHOTO), "inputs[0]", "each file follows its length"),
     "too few files": (lambda: message(shape=(2,)), "inputs[0]", "1 of the 2 files of its shape"),
-    "two million empty files": (lambda: message(raw=bytes(8_000_000)), "inputs[0]", "more than the 1 files of its shape"),
+    "two million empty files": (
+        lambda: message(raw=bytes(8_000_000)),
+        "inputs[0]",
+        "more than the 1 files of its shape",
+    ),
     "a plane": (
         lambda: message(raw=bytes(63), datatype="UINT8", shape=(9, 7)),
         "inputs[0].shape",

@@ -101,6 +101,28 @@ def test_compressed_message_that_unpacks_beyond_the_limit_is_refused(port, parse
     assert parsed == []
 
 
+class ComparedName(str):
+    """A name in a JSON object that counts how often names are compared."""
+
+    __slots__ = ()
+    compared: ClassVar = []
+
+    def __eq__(self, other):
+        self.compared.append(other)
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_repeated_name_is_found_without_comparing_all_names_with_each_other(monkeypatch):
+    monkeypatch.setattr(ComparedName, "compared", [])
+    names = [ComparedName(f"name {number}") for number in range(2000)]
+    with pytest.raises(connect.InvalidJson, match='"name 1999" is given twice'):
+        connect._unique([(name, 0) for name in [*names, ComparedName("name 1999")]])
+
+    assert len(ComparedName.compared) <= 2 * len(names)
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import struct
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar, cast
 
 import grpc
@@ -164,8 +165,7 @@ def _load(data: bytes) -> object:
 def _unique(pairs: list[tuple[str, Any]]) -> Json:
     result = dict(pairs)
     if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
+        repeated = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise InvalidJson(f'"{repeated[:100]}" is given twice in one object')
     return result
 

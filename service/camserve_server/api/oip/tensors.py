@@ -107,8 +107,8 @@ def _read_files(tensor: Input, values: Values, limits: Limits) -> list[bytes]:
     if len(files) != count:
         found = "more than" if len(files) > count else f"{len(files)} of"
         raise InvalidArgument(
-            f"the tensor has {found} the {count} files of its shape: in raw_input_contents each file follows its length "
-            "as an unsigned little-endian number of four bytes",
+            f"the tensor has {found} the {count} files of its shape: in raw_input_contents each file follows its "
+            "length as an unsigned little-endian number of four bytes",
             field="inputs[0]",
         )
     return files
