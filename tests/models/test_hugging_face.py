@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import pickle
 import shutil
 import socket
@@ -548,6 +549,25 @@ def not_finite(folder):
     safetensors.torch.save_file({**state, "classifier.bias": torch.full((5,), torch.nan)}, path, {"format": "pt"})
 
 
+def endless(folder):
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("/dev/zero")
+
+
+def without_writer(folder):
+    (folder / "processor_config.json").unlink(missing_ok=True)
+    os.mkfifo(folder / "processor_config.json")
+
+
+def huge(folder):
+    with (folder / "preprocessor_config.json").open("r+") as file:
+        file.truncate(17 * 2**20)
+
+
+def processing(**settings):
+    return lambda folder: changed(folder, "preprocessor_config.json", **settings)
+
+
 def other_shapes(folder):
     changed(folder, id2label={"0": "cat", "1": "dog"}, label2id={"cat": 0, "dog": 1})
 
@@ -593,7 +613,17 @@ def other_shapes(folder):
         (no_head, "lack classifier.bias, classifier.weight: is it a trained image classifier?"),
         (not_finite, "the weights of hf:vit cannot be used: classifier.bias is not finite"),
         (other_shapes, "classifier"),
-        (lambda folder: changed(folder, "preprocessor_config.json", size={"height": 32, "width": 32}), "32"),
+        (processing(size={"height": 32, "width": 32}), "32"),
+        (
+            processing(size={"height": 9000, "width": 9000}),
+            "height in its preprocessor_config.json is 9,000",
+        ),
+        (processing(size=9000), "in its preprocessor_config.json is 9,000, and 2,048 is the limit"),
+        (processing(do_center_crop=True, crop_size={"height": 9000, "width": 9}), "is 9,000, and 2,048 is the limit"),
+        (processing(crop_pct=1e-4), "crop_pct in its preprocessor_config.json is 0.0001, and 0.1 is the least"),
+        (endless, "its config.json is not a file"),
+        (without_writer, "its processor_config.json is not a file"),
+        (huge, "its preprocessor_config.json has 17,825,792 bytes; 1 to 16,777,216 are accepted"),
     ],
 )
 def test_unusable_folder_is_refused_with_a_reason(folder, spoil, words):

@@ -18,6 +18,9 @@ PROCESSORS = (PROCESSOR, "processor_config.json")
 MAX_LAYERS = 1000
 """The largest number of layers, blocks or stages in the settings of a network."""
 
+MAX_SETTINGS = 16 * 2**20
+"""The largest number of bytes of a file of settings; those of a network with 21,000 labels have 2 million."""
+
 _DEPTH = re.compile("(layers|depths?|blocks|levels)$")
 
 # A file in the folder itself, in the only format without code.
@@ -31,6 +34,24 @@ _TIMM_ARGUMENTS = (
 """Arguments of timm's networks that a folder may set: they describe the architecture, and none names a file."""
 
 
+def _check_settings(folder: Path) -> None:
+    """Check, before anything reads them, that the settings in a folder are files of ordinary size.
+
+    `tokenizer.py` checks the files of a tokenizer, which may be larger.
+
+    Raises:
+        ConfigError: one is no file, such as a link to a device, which may have no end; or it is empty or too large.
+    """
+    for path in sorted(folder.glob("*.json")):
+        if path.name.startswith("tokenizer"):
+            continue
+        if not path.is_file():
+            raise ConfigError(f"{folder.name}: its {path.name} is not a file")
+        size = path.stat().st_size
+        if not 0 < size <= MAX_SETTINGS:
+            raise ConfigError(f"{folder.name}: its {path.name} has {size:,} bytes; 1 to {MAX_SETTINGS:,} are accepted")
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json; refuse models that need code from the folder or a download.
 
@@ -42,6 +63,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"there is no folder {folder}: nothing is fetched from the Hub here; fetch it with "
             f"`hf download OWNER/NAME --local-dir {folder}`, or save it there with save_pretrained"
         )
+    _check_settings(folder)
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

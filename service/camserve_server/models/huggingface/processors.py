@@ -5,7 +5,8 @@ The settings in the folder are not trusted: camserve's own preprocessing must gi
 
 import copy
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -29,6 +30,14 @@ Triple: TypeAlias = tuple[float, float, float]
 # for implementations of interpolation. A shift by one pixel gives five times as much.
 _MAX_DIFFERENCE = 0.04
 
+_MAX_SIDE = 2048
+"""The largest height or width that a processor may name, in pixels. Trying larger ones takes gigabytes."""
+
+_MIN_SHARE = 0.1
+"""The smallest part of a resized photo that a processor may keep."""
+
+_SIDE = re.compile("size|edge|height|width|side|divisor")
+
 _WHITE = 255  # the value of white in a photo
 _ROUNDING = 1e-5  # of a mean that was found
 
@@ -43,13 +52,46 @@ def load_processor(transformers: Any, folder: Path, origin: str) -> Any:
         ConfigError: the folder has none, or it cannot be used.
     """
     try:
-        return transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        processor = transformers.AutoImageProcessor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
         fault = "cannot be used" if (folder / PROCESSOR).exists() else "does not exist"
         raise ConfigError(
             f"{origin}: its {PROCESSOR} {fault}, and only this file says what input the model was trained on "
             f"(AutoImageProcessor's save_pretrained writes it): {one_line(error)}"
         ) from error
+    _check_sides(processor, origin)
+    return processor
+
+
+def _check_sides(processor: Any, origin: str) -> None:
+    """Check that a processor's images have an ordinary size, before it makes one.
+
+    Raises:
+        ConfigError: one is too large, or so much is cropped that the image before is.
+    """
+    for name, side in _sides(vars(processor)):
+        if not side <= _MAX_SIDE:
+            raise ConfigError(f"{origin}: {name} in its {PROCESSOR} is {side:,}, and {_MAX_SIDE:,} is the limit")
+    for owner in (vars(processor), getattr(processor, "data_config", {})):
+        share = owner.get("crop_pct") or 1.0
+        if not (isinstance(share, int | float) and share >= _MIN_SHARE):
+            raise ConfigError(f"{origin}: crop_pct in its {PROCESSOR} is {share!r:.99}, and {_MIN_SHARE} is the least")
+
+
+def _sides(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the names and values of the sides in the settings of a processor, in whatever way they are nested."""
+    if hasattr(value, "__dataclass_fields__"):  # transformers' SizeDict
+        value = vars(value)
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _sides(inner, str(key) if _SIDE.search(str(key)) else name)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _sides(inner, name)
+    elif name and isinstance(value, int | float):
+        yield name, value
 
 
 def preprocess_for(processor: Any, channels: int, origin: str) -> Preprocess:
