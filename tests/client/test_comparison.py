@@ -15,7 +15,8 @@ from skimage import measure
 from skimage.metrics import structural_similarity
 
 import camserve
-from camserve import Box, Explanation, Photo, Prediction, Verdict
+import fork_server
+from camserve import Box, Explanation, Photo, Prediction, Verdict, _map_numbers
 
 PHOTO = Photo(100, 80, Box(0, 0, 100, 80))
 rng = np.random.default_rng(0)
@@ -153,6 +154,39 @@ def test_maps_of_different_grids_are_compared_on_both_grids() -> None:
     assert found.spearman == pytest.approx(1)  # the cells of the finer map are averaged
     assert found.iou == 1
     assert 0.8 < found.pearson < 1  # the cells of the coarser map are interpolated
+
+
+LONG = 23_000
+
+
+def compare_long_maps() -> Any:
+    """Compare two maps that cross each other, and return the result with the most bytes that this takes."""
+    values = np.random.default_rng(0).random(LONG, np.float32)
+    maps = values[None], values[:, None]
+    return fork_server.allocating(explanation(maps[0]).compare, explanation(maps[1]))
+
+
+def test_hostile_maps_are_compared_in_bounded_memory() -> None:
+    result, peak = fork_server.call(compare_long_maps)
+
+    assert peak < 512 * 2**20  # all pairs of their cells take 4 GiB
+    assert math.isfinite(result.ssim)
+
+
+@pytest.mark.parametrize("shape", [(2, 5000), (5000, 2), (3000, 4097)])
+def test_map_of_many_cells_has_their_means(shape: tuple[int, int]) -> None:
+    steep = np.add.outer(np.linspace(0, 1, shape[0]), np.linspace(0, 2, shape[1])).astype(np.float32)
+    found = _map_numbers.bounded(steep)
+
+    assert found.shape == tuple(min(side, _map_numbers.MOST_CELLS) for side in shape)
+    expected = np.add.outer(*(np.linspace(0, end, side) for end, side in zip((1, 2), found.shape, strict=True)))
+    assert np.abs(found - expected).max() < 3 / _map_numbers.MOST_CELLS  # the slopes of one cell along each axis
+
+
+def test_map_of_ordinary_size_is_compared_as_it_is() -> None:
+    values = noise(_map_numbers.MOST_CELLS, 3)
+
+    assert _map_numbers.bounded(values) is values
 
 
 def test_maps_are_compared_over_the_part_that_both_models_see() -> None:

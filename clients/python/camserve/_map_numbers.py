@@ -22,6 +22,9 @@ SHARES: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
 RANKED_CELLS: Final = 16
 """Most cells along an axis of the grid on which ranks are compared: single pixels of a gradient are mostly noise."""
 
+MOST_CELLS: Final = 2048
+"""Most cells along an axis of a map that is compared: a map of 1 x 23,000 and one of 23,000 x 1 would take 4 GiB."""
+
 UNDEFINED: Final[dict[str, Any]] = {
     **dict.fromkeys(("spearman", "shift", "ssim", "pearson", "kl"), math.nan),
     "iou_curve": (math.nan,) * len(SHARES),
@@ -44,7 +47,7 @@ def compare(heatmaps: Sequence[NDArray[np.float32]], photos: Sequence[Photo], co
     """
     if not all(np.isfinite(heatmap).all() for heatmap in heatmaps):
         return UNDEFINED
-    coarse, fine = _aligned(heatmaps, photos, common)
+    coarse, fine = _aligned([bounded(heatmap) for heatmap in heatmaps], photos, common)
     centres = [_centre_of_mass(values, common) for values in fine]
     diagonal = math.hypot(photos[0].width, photos[0].height)
     ranks = [_ranks(values) for values in coarse]
@@ -56,6 +59,17 @@ def compare(heatmaps: Sequence[NDArray[np.float32]], photos: Sequence[Photo], co
         "pearson": _correlation(*fine),
         "kl": _divergence(*fine),
     }
+
+
+def bounded(heatmap: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return a map, or the means of its neighbouring cells if it has more than ``MOST_CELLS`` along an axis."""
+    for axis, cells in enumerate(heatmap.shape):
+        if cells > MOST_CELLS:
+            starts = np.arange(MOST_CELLS) * cells // MOST_CELLS
+            sizes = np.expand_dims(np.diff(starts, append=cells), 1 - axis)
+            with np.errstate(invalid="ignore"):  # infinities
+                heatmap = (np.add.reduceat(heatmap, starts, axis, np.float64) / sizes).astype(np.float32)
+    return heatmap
 
 
 def _aligned(
@@ -112,7 +126,7 @@ def rank_correlation(first: NDArray[np.float32], second: NDArray[np.float32]) ->
     """Return Spearman's rank correlation of two maps of the same part of a photo; NaN as for ``compare``."""
     if not (np.isfinite(first).all() and np.isfinite(second).all()):
         return math.nan
-    coarse, _ = _aligned((first, second), (_WHOLE, _WHOLE), _WHOLE.seen)
+    coarse, _ = _aligned((bounded(first), bounded(second)), (_WHOLE, _WHOLE), _WHOLE.seen)
     return _correlation(*map(_ranks, coarse))
 
 

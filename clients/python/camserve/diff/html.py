@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from camserve import _html, _local
+from camserve._map_numbers import bounded
 from camserve._notebook import bundle
 from camserve.diff.values import Change
 from camserve.diff.view.elements import element
@@ -184,6 +185,7 @@ def _plain_map(heatmap: NDArray[np.float32]) -> dict[str, Any]:
 
 def _averaged(heatmap: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return a map in fewer cells; a cell is NaN if a value in it is not finite."""
+    heatmap = bounded(heatmap)
     down, across = (_averaging(side) for side in heatmap.shape)
     isfinite = np.isfinite(heatmap)
     means = down @ np.where(isfinite, heatmap, 0) @ across.T
