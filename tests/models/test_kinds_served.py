@@ -3,6 +3,7 @@
 import contextlib
 
 import pytest
+import torch
 from torch import nn
 
 import camserve
@@ -13,7 +14,7 @@ from camserve_server.models import Source
 from models.test_as_written import OPTIONS, check_equal, maps, offered
 from models.test_independence import DEPENDENT
 from models.test_probabilities import Sigmoid, Softmax
-from models.test_unusual_grids import Reader, Square, seeded
+from models.test_unusual_grids import Deep, Reader, Square, seeded
 from models.test_without_gradient import FrozenStem, Runtime, mlp, scripted
 
 
@@ -33,6 +34,7 @@ MAKERS = {
     "script": lambda: scripted("stem"),
     "double": lambda: plain().double(),
     "zero_head": with_zero_head,
+    "one_cell": lambda: seeded(Deep),
     "square": lambda: seeded(Square),
     "recurrent": lambda: seeded(Reader, nn.GRU),
 }
@@ -52,7 +54,8 @@ def __getattr__(name):
 def client():
     with contextlib.ExitStack() as stack:
         specs = [f"{name}=models.test_kinds_served:{name}?accelerate=false" for name in MAKERS]
-        address = stack.enter_context(camserve_server.running(specs, **ROW_BY_ROW))
+        threads = torch.get_num_threads()  # those of `Explainer`: the rounding of small layers depends on it
+        address = stack.enter_context(camserve_server.running(specs, threads=threads, **ROW_BY_ROW))
         yield stack.enter_context(camserve.Client(address))
 
 
