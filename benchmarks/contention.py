@@ -1,6 +1,6 @@
 """A lone request beside other programs: in this process and served, with camserve's defaults and with passive threads.
 
-    python -m benchmarks.contention (in-process|served) SPEC CALLS
+    python -m benchmarks.contention (in-process|served) SPEC CALLS [rate]
 
 is one measurement in a process of its own. It prints its `Sample` as JSON.
 """
@@ -51,12 +51,12 @@ class Sample:
     Attributes:
         ready: seconds from the start of the server, or the import of `camserve_server`, until the first answer.
         p50: median seconds of a request alone.
-        rate: answers a second with several requests under way.
+        rate: answers a second with several requests under way; 0 if that was not measured.
     """
 
     ready: float
     p50: float
-    rate: float
+    rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,13 @@ class Subject:
         """The model's name and the way."""
         return f"{self.spec.partition('?')[0].rpartition(':')[2]}, {self.way}"
 
-    def sample(self, calls: int, environment: Mapping[str, str], prefix: tuple[str, ...] = ()) -> Sample:
+    def sample(
+        self, calls: int, environment: Mapping[str, str], prefix: tuple[str, ...] = (), *, rate: bool = False
+    ) -> Sample:
         """Measure in a new process, started through the command `prefix`."""
         command = (*prefix, sys.executable, "-m", "benchmarks.contention", self.way, self.spec, str(calls))
         result = subprocess.run(  # noqa: S603 -- our own program
-            command,
+            (*command, "rate") if rate else command,
             env={**environment_of(self.tree), **environment},
             stdout=subprocess.PIPE,
             text=True,
@@ -95,7 +97,7 @@ def measure(scale: Scale, *, say: Callable[[str], None] = print) -> Part:
     """Measure requests beside other programs, or compare this checkout with another one on free cores."""
     models = [EMBEDDED, scale.spec(RESNET)] if scale.peers else [scale.spec(name) for name in scale.models]
     subjects = [Subject(way, spec) for spec in models for way in WAYS]
-    calls = min(scale.calls, 25)
+    calls = min(scale.calls, 100)
     if scale.against:
         return _against(subjects, scale.against.resolve(), calls, scale.rounds, say)
     samples: dict[tuple[Subject, str, str], list[Sample]] = {}
@@ -141,7 +143,7 @@ def _against(subjects: list[Subject], tree: Path, calls: int, rounds: int, say: 
         other = Subject(subject.way, subject.spec, tree)
         for number in range(rounds):
             order = (subject, other) if number % 2 else (other, subject)
-            found = {each: each.sample(calls, {}) for each in order}
+            found = {each: each.sample(calls, {}, rate=True) for each in order}
             pairs.append((found[subject], found[other]))
             say(f"contention: pair {number + 1}: {subject.name}: {found[subject]}, other checkout {found[other]}")
         speeds = {
@@ -211,7 +213,7 @@ def _client(way: str, spec: str) -> Iterator[camserve.Client]:
             yield explainer
 
 
-def _sample(way: str, spec: str, calls: int) -> Sample:
+def _sample(way: str, spec: str, calls: int, *, rate: bool = False) -> Sample:
     """Measure in this process."""
     file, began = photos()[0], time.perf_counter()
     with _client(way, spec) as client:
@@ -222,13 +224,17 @@ def _sample(way: str, spec: str, calls: int) -> Sample:
             start = time.perf_counter()
             explain()
             took.append(time.perf_counter() - start)
-        with ThreadPoolExecutor(UNDER_WAY) as threads:
-            start = time.perf_counter()
-            for each in [threads.submit(explain) for _ in range(2 * calls)]:
-                each.result()
-            rate = 2 * calls / (time.perf_counter() - start)
-    return Sample(ready, statistics.median(took), rate)
+        return Sample(ready, statistics.median(took), _rate(explain, 2 * calls) if rate else 0.0)
+
+
+def _rate(explain: Callable[[], object], calls: int) -> float:
+    with ThreadPoolExecutor(UNDER_WAY) as threads:
+        start = time.perf_counter()
+        for each in [threads.submit(explain) for _ in range(calls)]:
+            each.result()
+        return calls / (time.perf_counter() - start)
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(_sample(sys.argv[1], sys.argv[2], int(sys.argv[3])))))
+    way_given, spec_given, calls_given, *others = sys.argv[1:]
+    print(json.dumps(asdict(_sample(way_given, spec_given, int(calls_given), rate="rate" in others))))
