@@ -257,6 +257,18 @@ def test_table_may_name_only_files_in_its_folder(run: Any, photos: Any, tmp_path
     assert sent == [PHOTO, PHOTO + b"private"]
 
 
+def test_folder_named_like_a_scheme_is_no_way_out_of_a_table_s_folder(
+    run: Any, photos: Any, tmp_path: Any, sent: Any
+) -> None:
+    (tmp_path / "private.jpg").write_bytes(PHOTO + b"private")
+    path = table(photos, "cat.jpg", f"{photos}/x://{tmp_path}/private.jpg")
+
+    run("explain", path, "-o", tmp_path / "out")
+    run("explain", path, "-o", tmp_path / "resumed", "--resume")
+
+    assert set(sent) == {PHOTO}
+
+
 def test_table_may_not_name_a_link_out_of_its_folder(run: Any, photos: Any, tmp_path: Any, sent: Any) -> None:
     (tmp_path / "private.jpg").write_bytes(PHOTO + b"private")
     (photos / "link.jpg").symlink_to(tmp_path / "private.jpg")

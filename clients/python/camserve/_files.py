@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from camserve._result import Explanation
 
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://", re.ASCII)  # RFC 3986, section 3.1
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 
 # In bytes, as file systems count. The names of temporary files and of ".receipt.json" are up to 20 bytes longer.
@@ -44,12 +45,18 @@ def images_in(paths: Iterable[str], output: Path, *, allow_outside: bool = False
     images: list[Path] = []
     skipped: list[Path] = []
     for path in paths:
-        if "://" in path:
+        if scheme_of(path):
             raise InvalidArgument(f"{path} is a URI, which needs --resume")
         root = None if allow_outside else root_of(path)
         for image in (image for match in expand_glob(path) for image in _expand_folder(match, output)):
             (images if root is None or leads_below(image, root) else skipped).append(Path(image))
     return images, skipped
+
+
+def scheme_of(place: str) -> str:
+    """Return the scheme of a URI with its "://"; an empty text for a path, which may have "://" in it, too."""
+    scheme = _SCHEME.match(place)
+    return scheme[0] if scheme else ""
 
 
 def _expand_folder(path: str, output: Path) -> Iterable[str]:

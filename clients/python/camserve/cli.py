@@ -356,7 +356,7 @@ class _LocalFolder(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Reject a URI, which would become a local path."""
-        if "://" in str(value):
+        if _files.scheme_of(str(value)):
             reason = "the folder must be local; `camserve-server ray explain` writes to object stores"
             self.fail(f"{value} is a URI: {reason}", param, ctx)
         return super().convert(value, param, ctx)

@@ -1,5 +1,6 @@
 """Receipts, code snippets and links of the page, as the Python client and a shell read them."""
 
+import ast
 import base64
 import hashlib
 import json
@@ -76,6 +77,7 @@ REQUESTS = {
         "rendering": RENDERINGS["signed"],
     },
 }
+CODE = "0) + attack(#"
 REQUESTS = {name: {"rendering": PLAIN, **request} for name, request in REQUESTS.items()}
 
 
@@ -168,6 +170,42 @@ CURL = """#!/bin/sh
 cat >"$FOLDER/body"
 printf '%s\\n' "$@" >"$FOLDER/arguments"
 """
+
+
+def with_code(value):
+    """Yield copies of a JSON value, in each of which one key or one part is code instead."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            others = {key: each for key, each in value.items() if key != name}
+            yield {**others, CODE: part}
+            yield from ({**value, name: each} for each in with_code(part))
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from ([*value[:index], each, *value[index + 1 :]] for each in with_code(part))
+    yield CODE
+
+
+def test_nothing_in_a_link_or_receipt_becomes_code_of_the_python_snippet(js):
+    hostile = [each for request in REQUESTS.values() for each in with_code(request) if each != CODE]
+    snippets = js(
+        """return requests.map((request) => {
+            try {
+              return snippets.asPython(request);
+            } catch {
+              return ""; // a value of a type that the page does not let in
+            }
+        })""",
+        requests=hostile,
+    )
+    names = {
+        node.id if isinstance(node, ast.Name) else ast.unparse(node.value)
+        for text in filter(None, snippets)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Name | ast.Attribute)
+    }
+
+    assert sum(map(bool, snippets)) > len(hostile) // 2
+    assert names <= {"camserve", "client", "result", "explanation", "print", "float", "result.explanations"}
 
 
 @pytest.mark.parametrize("name", REQUESTS)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from camserve._errors import CamserveError, FailedPrecondition, InvalidArgument
-from camserve._files import expand_glob, is_photo, leads_below, root_of, walk
+from camserve._files import expand_glob, is_photo, leads_below, root_of, scheme_of, walk
 from camserve._local import open_regular, read_photo
 from camserve.dataset.store import arrow, filesystem
 
@@ -53,8 +53,8 @@ class Photos:
         self._allowed_folders: set[str] = set()  # local folders that contain all other files
         for path in self._paths:
             fs, inner_path = filesystem(path)
-            self._file_systems[_root(_scheme(path) + inner_path)] = fs
-            if _scheme(path) in _LOCAL_SCHEMES:
+            self._file_systems[_root(scheme_of(path) + inner_path)] = fs
+            if scheme_of(path) in _LOCAL_SCHEMES:
                 self._allow(inner_path)
         self._open_file: tuple[str, Any, str] = ("", None, "")  # path of the table, ParquetFile, column
         self._row_group: tuple[int, int, Any] = (0, 0, None)  # first row, end, cells
@@ -82,7 +82,7 @@ class Photos:
             yield from self._keys(path)
 
     def _keys(self, path: str) -> Generator[Key, None, None]:
-        scheme, (fs, inner_path) = _scheme(path), filesystem(path)
+        scheme, (fs, inner_path) = scheme_of(path), filesystem(path)
         if scheme in _LOCAL_SCHEMES:
             yield from self._local_keys(path, scheme, inner_path)
             return
@@ -109,7 +109,7 @@ class Photos:
             yield scheme + inner_path
 
     def _keys_of_glob(self, path: str) -> Generator[Key, None, None]:
-        if not exists(path) or "://" in path:
+        if not exists(path) or scheme_of(path):
             raise InvalidArgument(f"{path} does not exist")
         for match in expand_glob(path):
             yield from self._keys(match)
@@ -167,13 +167,13 @@ class Photos:
         except (OSError, ValueError) as error:  # ValueError: Arrow's, or a path with a NUL
             reason = getattr(error, "strerror", None) or str(error)
             message = f"cannot read {key!r}: {reason}"
-            is_remote = _scheme(key) not in _LOCAL_SCHEMES
+            is_remote = scheme_of(key) not in _LOCAL_SCHEMES
             if isinstance(error, OSError) and is_remote and not isinstance(error, FileNotFoundError):
                 raise CamserveError(message) from error
             raise InvalidArgument(message, fields={"image": reason}) from error
 
     def _read_file(self, key: Key) -> bytes:
-        scheme = _scheme(key)
+        scheme = scheme_of(key)
         path = key.removeprefix(scheme)
         if scheme in _LOCAL_SCHEMES:
             with open_regular(self._check_links(path)) as file:
@@ -211,8 +211,8 @@ class Photos:
     def _open_table(self, table: str) -> tuple[Any, str]:
         """Open a Parquet file; return it and the name of the column with the photos."""
         try:
-            path = table.removeprefix(_scheme(table))
-            path = self._check_links(path) if _scheme(table) in _LOCAL_SCHEMES else path
+            path = table.removeprefix(scheme_of(table))
+            path = self._check_links(path) if scheme_of(table) in _LOCAL_SCHEMES else path
             file = arrow("parquet").ParquetFile(self._file_system(table).open_input_file(path))
         except (OSError, ValueError) as error:
             raise InvalidArgument(f"{table} is not a Parquet file: {error}") from error
@@ -262,29 +262,24 @@ def _is_bytes(kind: Any) -> bool:
     return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
 
-def _scheme(path: str) -> str:
-    scheme, separator, _ = path.partition("://")
-    return scheme + separator if separator else ""
-
-
 def _root(key: Key) -> str:
     """Return the common start of all keys of a file system: the scheme, and the bucket if there is one."""
-    scheme = _scheme(key)
+    scheme = scheme_of(key)
     inner_path = key.removeprefix(scheme)
     return scheme if not scheme or inner_path.startswith("/") else scheme + inner_path.partition("/")[0]
 
 
 def _resolve(table: str, path: str) -> Key:
     """Return the key of a photo whose path is in a table: a URI, or a path in the table's own file system."""
-    if "://" in path:
+    if scheme_of(path):
         return path
     if path.startswith("/"):
         return _root(table) + path
-    scheme = _scheme(table)
+    scheme = scheme_of(table)
     folder = table.removeprefix(scheme).rpartition("/")[0]
     return scheme + posixpath.normpath(f"{folder}/{path}")
 
 
 def exists(path: str) -> bool:
     """Return True if a path or glob matches a file or folder. A URI is not checked."""
-    return "://" in path or bool(expand_glob(path))
+    return bool(scheme_of(path)) or bool(expand_glob(path))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from camserve import _local
 from camserve._errors import FailedPrecondition, InvalidArgument
+from camserve._files import scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -38,7 +39,7 @@ def filesystem(place: str) -> tuple[Any, str]:
         InvalidArgument: Neither of them supports the URI.
     """
     fs = arrow("fs")
-    if "://" not in place:
+    if not scheme_of(place):
         return fs.LocalFileSystem(), os.path.abspath(place)  # noqa: PTH100 -- resolve() would follow links
     try:
         file_system, path = fs.FileSystem.from_uri(place)

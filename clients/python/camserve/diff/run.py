@@ -71,7 +71,7 @@ def photos_in(paths: Iterable[str], output: Path) -> dict[str, Path]:
     """
     photos: dict[str, Path] = {}
     for path in paths:
-        if "://" in path:
+        if _files.scheme_of(path):
             raise InvalidArgument(f"{path} is a URI: name a folder of this machine")
         images, outside = _files.images_in([path], output)
         if outside:

@@ -17,6 +17,7 @@ export function shellString(text) {
   return /^[\w./:@%+=,-]+$/.test(text) ? text : `'${text.replaceAll("'", `'\\''`)}'`;
 }
 
+/** Return the Python literal of a value. Of what a link or a receipt may hold, nothing becomes code in any other way. */
 function pythonValue(value) {
   if (value === null || value === undefined) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";
@@ -25,21 +26,25 @@ function pythonValue(value) {
   if (typeof value === "object") {
     return `{${Object.entries(value).map(([name, part]) => `${pythonString(name)}: ${pythonValue(part)}`).join(", ")}}`;
   }
-  return String(value);
+  return Number.isFinite(value) ? String(value) : `float(${pythonString(String(value))})`;
 }
 
+/** Return a name as a Python identifier; one that is none already becomes another one. */
+const pythonName = (name) => snakeName(name).replace(/\W/g, "_").replace(/^(?=\d)/, "_");
+
 const word = (name, prefix) => name.replace(prefix, "").toLowerCase();
-const className = (name) => ("label" in name ? pythonString(name.label) : String(name.classIndex ?? 0));
-const box = ({ left = 0, top = 0, right = 0, bottom = 0 }) => `(${[left, top, right, bottom].join(", ")})`;
+const className = (name) => pythonValue("label" in name ? name.label : (name.classIndex ?? 0));
+const tuple = (...values) => `(${values.map(pythonValue).join(", ")})`;
+const box = ({ left = 0, top = 0, right = 0, bottom = 0 }) => tuple(left, top, right, bottom);
 
 const TARGETS = {
   contrast: ({ why, whyNot }) => `camserve.contrast(${className(why)}, ${className(whyNot)})`,
   finer: ({ why, against = [], weight }) => {
     const parts = [why, ...against].map(className);
-    return `camserve.finer(${[...parts, ...(weight === undefined ? [] : [`weight=${weight}`])].join(", ")})`;
+    return `camserve.finer(${[...parts, ...(weight === undefined ? [] : [`weight=${pythonValue(weight)}`])].join(", ")})`;
   },
   similarity: () => `camserve.similarity(${pythonString(OTHER)})`,
-  text: (text) => `camserve.text(${pythonString(text)})`,
+  text: (text) => `camserve.text(${pythonValue(text)})`,
   segment: ({ className: name, region, mask }) =>
     mask ? `camserve.mask(${className(name)}, ${pythonString(MASK)})` : `camserve.segment(${className(name)}${region ? `, ${box(region)}` : ""})`,
   detection: ({ className: name, box: edges }) => `camserve.detection(${className(name)}${edges ? `, ${box(edges)}` : ""})`,
@@ -61,15 +66,15 @@ function pythonMethod({ name, parameters = {}, augmentationSmoothing = false, ei
     ...(eigenSmoothing ? ["eigen_smoothing=True"] : []),
     ...(perChannel ? [`per_channel=${pythonValue(inputChannels.length ? inputChannels : true)}`] : []),
   ];
-  return options.length ? `camserve.Method(${[pythonString(name), ...options].join(", ")})` : pythonString(name);
+  return options.length ? `camserve.Method(${[pythonValue(name), ...options].join(", ")})` : pythonValue(name);
 }
 
 /** Return the SDK's call that makes an intervention. */
 export function pythonIntervention({ layer, channels = [], input, ...change }) {
   const [[kind, value]] = Object.entries(change); // the API's JSON has nothing else
   const named = { scale: { factor: value }, clamp: value, clipGradient: { limit: value } }[kind] ?? {};
-  const parts = Object.entries({ ...named, ...(channels.length && { channels }) }).map(([name, part]) => `${name}=${pythonValue(part)}`);
-  return `camserve.${snakeName(kind)}(${[pythonString(layer), ...parts, ...(input ? ["input=True"] : [])].join(", ")})`;
+  const parts = Object.entries({ ...named, ...(channels.length && { channels }) }).map(([name, part]) => `${pythonName(name)}=${pythonValue(part)}`);
+  return `camserve.${pythonName(kind)}(${[pythonValue(layer), ...parts, ...(input ? ["input=True"] : [])].join(", ")})`;
 }
 
 /** Return the server's Rendering of a drawing style; the view says if regions are shown. */
@@ -93,16 +98,16 @@ function keywords(request) {
   const { model, methods = [], targets = [], layers = [], interventions = [], topK, maxPredictions, fusion, valueRange } = request;
   const list = (items) => (items.length === 1 ? items[0] : `[${items.join(", ")}]`);
   const given = [
-    ["model", model && pythonString(model)],
+    ["model", model && pythonValue(model)],
     ["methods", methods.length && list(methods.map(pythonMethod))],
     ["targets", targets.length && list(targets.map(pythonTarget))],
-    ["layers", layers.length && list(layers.map(pythonString))],
+    ["layers", layers.length && list(layers.map(pythonValue))],
     ["fusion", fusion && fusion !== "FUSION_UNSPECIFIED" && pythonString(word(fusion, "FUSION_"))],
     ["interventions", interventions.length && `[${interventions.map(pythonIntervention).join(", ")}]`],
-    ["value_range", valueRange && `(${valueRange.minimum ?? 0}, ${valueRange.maximum ?? 0})`],
-    ["top_k", topK !== undefined && topK !== 1 && String(topK)],
+    ["value_range", valueRange && tuple(valueRange.minimum ?? 0, valueRange.maximum ?? 0)],
+    ["top_k", topK !== undefined && topK !== 1 && pythonValue(topK)],
     ["class_map", request.classMap && "True"],
-    ["max_predictions", maxPredictions !== undefined && maxPredictions !== 5 && String(maxPredictions)],
+    ["max_predictions", maxPredictions !== undefined && maxPredictions !== 5 && pythonValue(maxPredictions)],
     ...renderingKeywords(request.rendering ?? {}),
   ];
   return given.filter(([, code]) => code);
@@ -111,15 +116,15 @@ function keywords(request) {
 /** Return the keyword arguments of a Rendering that renderingOf returns. */
 function renderingKeywords({ alpha, sign, colormap, thresholdQuantile, sharedScale, contourLines, fade, regions, bands = [], window }) {
   return [
-    ["alpha", alpha !== undefined && String(alpha)],
+    ["alpha", alpha !== undefined && pythonValue(alpha)],
     ["sign", sign && pythonString(word(sign, "SIGN_"))],
-    ["colormap", colormap && pythonString(colormap)],
-    ["threshold", thresholdQuantile !== undefined && String(thresholdQuantile)],
+    ["colormap", colormap && pythonValue(colormap)],
+    ["threshold", thresholdQuantile !== undefined && pythonValue(thresholdQuantile)],
     ["scale", sharedScale && pythonString("request")],
-    ["contour_lines", contourLines && String(contourLines)],
+    ["contour_lines", contourLines && pythonValue(contourLines)],
     ["fade", fade && "True"],
-    ["bands", bands.length && `(${bands.join(", ")},)`],
-    ["window", window && `(${window.centre ?? 0}, ${window.width ?? 0})`],
+    ["bands", bands.length && `(${bands.map(pythonValue).join(", ")},)`],
+    ["window", window && tuple(window.centre ?? 0, window.width ?? 0)],
     ["regions", regions && "camserve.RegionOptions(draw=True)"],
   ];
 }
