@@ -156,6 +156,7 @@ def copy_network(module: nn.Module) -> nn.Module:
     Raises:
         ConfigError: the network cannot be copied.
     """
+    check_whole(module)
     try:
         with torch.no_grad():  # TorchScript copies its parameters by operations on a graph
             return copy.deepcopy(module)
