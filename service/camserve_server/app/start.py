@@ -6,7 +6,7 @@ import sys
 from typing import NoReturn
 
 from camserve_server.app.supervisor_link import INVALID_SETTINGS, SupervisorLink
-from camserve_server.core import logs, process
+from camserve_server.core import logs, native_output, process
 from camserve_server.core.config import Settings
 from camserve_server.core.errors import ConfigError
 
@@ -52,7 +52,7 @@ def run(settings: Settings, link: SupervisorLink | None = None) -> int:
                 models.import_libraries(spec)  # worker processes share with the fork server what it has imported
         process.freeze_objects()  # before the fork: each process would look at the same objects again
         workers.open_fork_server()
-    with asyncio.Runner(loop_factory=_event_loop) as runner:
+    with native_output.logged(), asyncio.Runner(loop_factory=_event_loop) as runner:
         return runner.run(server.serve_until_signal(settings, link))
 
 

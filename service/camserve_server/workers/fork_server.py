@@ -18,7 +18,7 @@ import warnings
 from contextlib import suppress
 from typing import NoReturn, Protocol
 
-from camserve_server.core import process
+from camserve_server.core import native_output, process
 from camserve_server.workers import child
 
 # -P: without it Python would search the current folder for modules first.
@@ -44,7 +44,9 @@ class _SpawnedProcess:
 
     def __init__(self, number: int) -> None:
         command = (sys.executable, *PROGRAM, str(number))
-        self._process = subprocess.Popen(command, pass_fds=(number,), stdin=subprocess.DEVNULL)  # noqa: S603 -- our own program
+        self._process = subprocess.Popen(  # noqa: S603 -- our own program
+            command, pass_fds=(number,), stdin=subprocess.DEVNULL, stderr=native_output.standard_error()
+        )
         self.pid = self._process.pid
 
     def end(self) -> int:
