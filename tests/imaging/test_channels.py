@@ -237,6 +237,12 @@ def test_file_that_does_not_fit_is_refused_with_a_reason(file, count, words):
     assert images.memory_to_decode(file) >= 0
 
 
+def test_memory_of_a_tile_larger_than_its_page_is_counted():
+    file = tiff(np.zeros((16, 16), np.uint8), tile=(1024, 2048), compression="zlib")
+
+    assert images.memory_to_decode(file) >= 3 * 1024 * 2048
+
+
 def inflating():
     """Return a TIFF of 64 x 64 pixels whose only strip inflates to 64 MB."""
     file = tiff(np.zeros((64, 64), np.uint8), compression="zlib")

@@ -298,8 +298,13 @@ def _check_parts(page: _Page, most: int) -> None:
     for tag in {_STRIP_BYTES, _TILE_BYTES} & page.tags.keys():
         if sum(page.values(tag, page.count(tag))) > len(page.data):
             raise _broken("TIFF")
+    _check_bytes(_tile_bytes(page), most)
+
+
+def _tile_bytes(page: _Page) -> int:
+    """Return the bytes of a whole tile, which may be larger than the page; 0 for a page in strips."""
     tile = page.value(_TILE_WIDTH, 0) * page.value(_TILE_HEIGHT, 0)
-    _check_bytes(tile * samples * page.value(_BITS, 1) // 8, most)
+    return tile * page.value(_SAMPLES, 1) * page.value(_BITS, 1) // 8
 
 
 def _read_with_opencv(data: bytes, pages: Sequence[_Page]) -> list[NDArray[Any]]:
@@ -392,7 +397,8 @@ def memory_to_read(kind: str, data: bytes) -> int:
     if kind == "NPY":
         shape, _, dtype, _ = npy_shape(data)
         return _COPIES * math.prod(shape) * dtype.itemsize
-    return _COPIES * _page(data, struct.unpack_from(_order(data) + "I", data, 4)[0]).bytes
+    page = _page(data, struct.unpack_from(_order(data) + "I", data, 4)[0])
+    return _COPIES * max(page.bytes, _tile_bytes(page))
 
 
 def with_channels(photo: Photo, channels: int) -> Photo:

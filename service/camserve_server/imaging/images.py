@@ -10,6 +10,7 @@ import itertools
 import platform
 import re
 import struct
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ _BASELINE, _SCAN, _END = 0xC0, 0xDA, 0xD9
 # Decoding a scan of a few bytes takes a pass over the whole picture: 25 ms at 50 megapixels. Encoders write 20 at most.
 _MAX_SCANS = 64
 _MAX_SEGMENTS = 4096
+_MAX_FILL = 1 << 16  # bytes between the segments before a JPEG's frame; searching them takes a millisecond
 
 # The chunks of a PNG that make its picture. The others hold animation, texts and profiles, which libpng would inflate
 # although nothing uses them.
@@ -314,15 +316,24 @@ def _jpeg_size(data: bytes) -> Size:
 
 
 def _frame(data: bytes) -> tuple[int, int]:
-    """Return the marker of a JPEG's frame, which names its encoding, and the start of the frame's header."""
-    segments = itertools.islice(_segments(data), _MAX_SEGMENTS)
+    """Return the marker of a JPEG's frame, which names its encoding, and the start of the frame's header.
+
+    Bytes between segments are not searched for long, because this runs on the event loop.
+    """
+    segments = itertools.islice(_segments(data, _MAX_FILL), _MAX_SEGMENTS)
     return next(((code, at) for code, at in segments if code in _FRAMES), (0, len(data)))
 
 
-def _segments(data: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the code of each JPEG marker and the start of its segment, in the way that libjpeg finds them."""
+def _segments(data: bytes, fill: int = sys.maxsize) -> Iterator[tuple[int, int]]:
+    """Yield the code of each JPEG marker and the start of its segment, in the way that libjpeg finds them.
+
+    Args:
+        data: the file.
+        fill: bytes between segments, in all; those after more are not found.
+    """
     at = 2
-    while marker := _MARKER.search(data, at):
+    while marker := _MARKER.search(data, at, min(at + fill, len(data))):
+        fill -= marker.start() - at
         code, at = marker[1][0], marker.end()
         yield code, at
         if code == _END:
