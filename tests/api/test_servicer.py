@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import math
+import socket
 import threading
 
 import grpc
@@ -39,6 +40,7 @@ from camserve_server.methods import METHODS, Cam, Parameter
 from camserve_server.serving import drawing, explain
 from camserve_server.serving.explain import Pipeline
 from opened_ports import opened_ports
+from robustness.http2_flood import NO_WINDOW, Connection
 from support import StoppedClock, wait_in_loop_until
 
 RAW = explain_pb2.Rendering(heatmap=True)
@@ -805,6 +807,47 @@ async def test_calls_that_outlast_the_drain_timeout_are_cancelled(serving):
 
         assert (await refusal_of(call)).code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
         await server.task
+
+
+def unread(server):
+    """Send a request over a connection that does not read its reply."""
+    connection = Connection("127.0.0.1", server.port, settings=NO_WINDOW)
+    drawn = request(rendering=explain_pb2.Rendering(overlay=explain_pb2.IMAGE_FORMAT_PNG))
+    connection.send("camserve.v1.ExplainService/Explain", drawn.SerializeToString())
+    return connection
+
+
+def leave(connection):
+    connection.socket.shutdown(socket.SHUT_RDWR)
+    connection.listener.join()
+    connection.socket.close()
+
+
+async def test_stop_waits_until_a_reply_has_been_read(serving):
+    async with serving(drain_seconds=3600) as server:
+        connection = unread(server)
+        await wait_in_loop_until(lambda: server.pipeline.reply_limit.taken)
+        server.stop.requested.set()
+        await asyncio.wait((server.task,), timeout=0.5)  # real timeout: a server that waits does not end
+        assert not server.task.done()
+        connection.read_on()
+        await server.task
+        leave(connection)
+
+        assert connection.statuses == 2  # the headers before the reply and those after it
+        assert server.stop.code == 0
+
+
+async def test_reply_that_is_not_read_in_time_is_counted_as_lost(serving, caplog):
+    async with serving(drain_seconds=0.1) as server:  # real timeout: nobody reads the reply
+        connection = unread(server)
+        await wait_in_loop_until(lambda: server.pipeline.reply_limit.taken)
+        server.stop.requested.set()
+        await server.task
+        leave(connection)
+
+        assert (server.stop.unanswered, server.stop.code) == (1, 1)
+        assert "stopping before every accepted call was answered" in caplog.text
 
 
 async def test_port_is_open_before_the_models_are_loaded_but_calls_are_refused(nets):

@@ -1,8 +1,10 @@
 """HTTP as users call it: curl, buf, TLS with renewed certificates, several processes, and a server that stays small."""
 
 import base64
+import contextlib
 import http.client
 import json
+import socket
 import ssl
 import subprocess
 import sys
@@ -12,10 +14,11 @@ import pytest
 
 import fork_server
 from camserve import connect
-from http_calls import EXPLAIN, STREAM, post, request
+from http_calls import EXPLAIN, STREAM, head, post, read_all, request
+from http_calls import connect as connect_to
 from robustness.authority import Authority
 from server_process import server_process
-from support import PHOTOS, serving
+from support import PHOTOS, serving, wait_until
 
 ROOT = Path(__file__).parents[2]
 SMALL = "small=torchvision:mobilenet_v3_small?weights=none&size=64"
@@ -165,6 +168,51 @@ def test_caller_without_a_certificate_of_the_authority_is_refused(authority, tin
         for pair in (None, unknown):
             with pytest.raises((ssl.SSLError, ConnectionError, http.client.RemoteDisconnected)):
                 status(https(served.http_port, authority, pair))
+
+
+def test_connection_counts_before_its_handshake(authority, tiny, tmp_path):
+    """One that says nothing holds a file of the server like any other."""
+    cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
+    options = {"tls_cert": cert, "tls_key": key, "http_address": "0", "max_connections": 3}
+    with serving(models=(tiny,), device="cpu", threads=1, **options) as served, contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(connect_to(served.http_port)) for _ in range(3)]
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            status(https(served.http_port, authority))
+        silent[0].shutdown(socket.SHUT_RDWR)
+        wait_until(lambda: answers(served.http_port, authority))
+
+
+def answers(port, authority):
+    """Return True if a new connection is answered."""
+    connection = https(port, authority)
+    try:
+        return status(connection) == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def test_data_that_arrives_with_the_end_of_a_handshake_is_read(authority, tiny, tmp_path):
+    """TLS 1.3 lets a client send its request together with the last message of the handshake."""
+    cert, key = authority.issue("127.0.0.1").write(tmp_path, "server")
+    with serving(models=(tiny,), device="cpu", threads=1, tls_cert=cert, tls_key=key, http_address="0") as served:
+        context, incoming, outgoing = ssl.create_default_context(), ssl.MemoryBIO(), ssl.MemoryBIO()
+        context.load_verify_locations(cadata=authority.pem.decode())
+        tls = context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+        with connect_to(served.http_port) as connection:
+            while True:
+                try:
+                    tls.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    connection.sendall(outgoing.read())
+                    incoming.write(connection.recv(65536))
+            tls.write(head("/health", "Connection: close", method="GET"))
+            connection.sendall(outgoing.read())  # the end of the handshake, and the request
+            incoming.write(read_all(connection))
+
+        assert b"200 OK" in tls.read(65536)
 
 
 def test_plain_request_to_a_port_with_tls_is_refused(authority, tiny, tmp_path):

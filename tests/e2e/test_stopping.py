@@ -196,7 +196,7 @@ async def test_calls_that_arrived_while_the_server_was_descheduled_are_answered(
     """The event loop is blocked, as on a busy machine; gRPC delivers a call of that time a little later."""
     state = ServerState(1)
     with StoppedClock() as clock:
-        stopping = asyncio.ensure_future(grpc_server._wait_until_quiet(state, 60))
+        stopping = asyncio.ensure_future(grpc_server._wait_until_quiet(state, 60, lambda: 0))
 
         async def check(times):
             """Let the server look for new calls several times."""

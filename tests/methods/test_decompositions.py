@@ -17,6 +17,18 @@ def features(seed, channels=24, grid=(6, 5)):
     return np.maximum(random.standard_normal((channels, *grid)) + shared, 0).astype(np.float32)
 
 
+def factorise(maps, count):
+    """Return the factors, and check that the work pauses so often that others have their turn."""
+    pauses, steps = 0, factors.factorise(maps, count)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            assert pauses >= 2  # at least one step, which updates both factors
+            return stop.value
+        pauses += 1
+
+
 def cells(maps):
     return maps.reshape(len(maps), -1).T
 
@@ -56,7 +68,7 @@ def test_foreground_is_the_planted_region_inside():
     assert gap(basis.shares, own.explained_variance_ratio_) <= FLOOR
 
 
-@pytest.mark.parametrize("function", [lambda maps: components.fit([maps], 3), lambda maps: factors.factorise(maps, 3)])
+@pytest.mark.parametrize("function", [lambda maps: components.fit([maps], 3), lambda maps: factorise(maps, 3)])
 @pytest.mark.parametrize(
     ("maps", "words"),
     [
@@ -74,7 +86,7 @@ def test_features_of_few_channels_have_fewer_components_and_factors():
     maps = features(4, channels=2)
 
     assert components.fit([maps], 9).vectors.shape == (2, 2)
-    assert factors.factorise(maps, 9).maps.shape == (2, 6, 5)
+    assert factorise(maps, 9).maps.shape == (2, 6, 5)
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
@@ -84,7 +96,7 @@ def test_factors_equal_those_of_pytorch_grad_cam():
     vectors = concepts - maps.reshape(len(maps), -1).min(1)[:, None]
     sums = vectors.sum(0) * truth[0].sum((1, 2))
     order = np.argsort(-sums)
-    found = factors.factorise(maps, 4)
+    found = factorise(maps, 4)
 
     assert gap(found.maps, truth[0][order]) <= FACTOR * gap(plain[0], truth[0]) + FLOOR
     assert gap(found.vectors, vectors.T[order]) <= FACTOR * gap(plain[0], truth[0]) + FLOOR

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 
-DATA, HEADERS, RESET, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
+DATA, HEADERS, RESET, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 ACKNOWLEDGED, END_OF_STREAM, END_OF_HEADERS = 1, 1, 4
 CANCEL = struct.pack(">I", 8)
 RPCS = (
@@ -48,6 +48,7 @@ def opening(rpc):
 OPENINGS = tuple(map(opening, RPCS))
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 NO_WINDOW = struct.pack(">HI", 4, 0)  # SETTINGS_INITIAL_WINDOW_SIZE: the answers are never read
+WINDOW = 2**30
 
 
 class Connection:
@@ -57,12 +58,14 @@ class Connection:
         host: the server's host.
         port: the server's port.
         settings: the content of the HTTP/2 SETTINGS frame.
+        source: the address that the server sees.
     """
 
-    def __init__(self, host, port, settings=b""):
-        self.socket = socket.create_connection((host, int(port)))
+    def __init__(self, host, port, settings=b"", source=""):
+        self.socket = socket.create_connection((host, int(port)), source_address=(source, 0) if source else None)
         self.socket.sendall(PREFACE + frame(SETTINGS, 0, 0, settings))
         self.streams, self.open, self.statuses = itertools.count(1, 2), True, 0
+        self._window, self._wider = 65535, threading.Condition()  # bytes of messages that the server takes
         self.listener = threading.Thread(target=self._listen, daemon=True)
         self.listener.start()
 
@@ -70,10 +73,19 @@ class Connection:
         with self.socket.makefile("rb") as incoming:
             try:
                 while head := incoming.read(9):
-                    self._handle(head[3], head[4], incoming.read(int.from_bytes(head[:3], "big")))
+                    content = incoming.read(int.from_bytes(head[:3], "big"))
+                    self._handle(head[3], head[4], content)
+                    if head[3] == WINDOW_UPDATE and not any(head[5:]):
+                        self._widen(int.from_bytes(content, "big"))
             except (OSError, IndexError):
                 pass  # closed by the server
         self.open = False
+        self._widen(WINDOW)
+
+    def _widen(self, size):
+        with self._wider:
+            self._window += size
+            self._wider.notify_all()
 
     def _handle(self, kind, flags, content):
         self.statuses += kind == HEADERS
@@ -81,11 +93,19 @@ class Connection:
             self.socket.sendall(frame(kind, ACKNOWLEDGED, 0, content if kind == PING else b""))
 
     def send(self, rpc, message):
-        """Open a call with its one message; return the stream's number."""
+        """Open a call with its one message, which fits into a frame; return the stream's number."""
+        with self._wider:
+            self._wider.wait_for(lambda: self._window > len(message) + 5)
+            self._window -= len(message) + 5
         stream, length = next(self.streams), struct.pack(">BI", 0, len(message))
         opened = frame(HEADERS, END_OF_HEADERS, stream, opening(rpc))
         self.socket.sendall(opened + frame(DATA, END_OF_STREAM, stream, length + message))
         return stream
+
+    def read_on(self):
+        """Accept all answers from now on."""
+        larger = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, WINDOW))
+        self.socket.sendall(larger + frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", WINDOW)))
 
     def call(self, count, *, cancel):
         """Open `count` calls in one write."""

@@ -9,6 +9,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
+import h11
 import pytest
 from google.protobuf import json_format
 
@@ -91,6 +92,23 @@ def test_oversized_message_in_chunks_is_refused_at_its_limit(port):
     status, error = error_of(exchange(port, head(EXPLAIN, TYPE, CHUNKED), *([part] * 30), b"0\r\n\r\n"))
 
     assert (status, error["code"]) == (413, "resource_exhausted")
+
+
+def test_message_in_many_small_chunks_is_refused_after_few_of_them(port, monkeypatch):
+    """Each chunk takes time on the event loop, whatever its size; an answer after the refusal would be none of ours."""
+    events, following = [], h11.Connection.next_event
+    monkeypatch.setattr(h11.Connection, "next_event", lambda self: events.append(following(self)) or events[-1])
+    received = exchange(port, head(EXPLAIN, TYPE, CHUNKED), *[b"1\r\n \r\n" * 1000] * 400)
+
+    assert statuses(received) in ([400], [])  # the caller may still be sending when the connection is closed
+    assert sum(isinstance(event, h11.Data) for event in events) <= protocol.FREE_CHUNKS + 6000 // protocol.MIN_CHUNK
+
+
+def test_message_in_some_small_chunks_is_accepted(port):
+    body = json.dumps({}).encode()
+    parts = [b"1\r\n%c\r\n" % byte for byte in b" " * 200 + body]
+
+    assert statuses(exchange(port, head(LIST, TYPE, CHUNKED, "Connection: close"), *parts, b"0\r\n\r\n")) == [200]
 
 
 def test_compressed_message_that_unpacks_beyond_the_limit_is_refused(port, parsed):

@@ -17,7 +17,7 @@ from camserve_server.core.config import Settings
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
 from camserve_server.scheduling import admission
-from camserve_server.serving import memory
+from camserve_server.serving import explain, memory
 from camserve_server.serving.text_cache import TEXT_CACHE
 from robustness import error_checks, nets
 from support import serving
@@ -87,10 +87,10 @@ def server_limits():
             "RESOURCE_EXHAUSTED with a retry delay",
         ),
         (
-            "inputs and maps of a row that is queued or waits",
-            f"{scheduling.BYTES_PER_SLOT // 2**10} KiB",
-            "",
-            "the request counts as more rows",
+            "memory of inputs and maps, all requests",
+            mib(SETTINGS.max_queue_rows * scheduling.BYTES_PER_ROW),
+            "max_queue_rows",
+            "RESOURCE_EXHAUSTED with a retry delay",
         ),
     )
 
@@ -113,7 +113,7 @@ def request_limits():
         ("bytes of a reply's pictures", mib(memory.MAX_PICTURES), "", pictures),
         ("memory for decoding and drawing, all requests", mib(memory.IMAGE_MEMORY), "", "the others wait"),
         ("memory of unsent replies, all callers", mib(memory.REPLY_LIMIT), "", "other pictures are drawn later"),
-        ("memory of unsent replies, one caller", mib(memory.CALLER_REPLY_LIMIT), "", "other pictures are drawn later"),
+        ("wait for memory of a reply", f"{explain.REPLY_TIMEOUT:g} s", "", "RESOURCE_EXHAUSTED"),
         ("memory of decoded photos, all requests", mib(memory.PHOTO_BUDGET), "", "the photo is decoded again later"),
         ("methods", f"{limits.methods}", "", f"{INVALID}, `methods`"),
         ("metrics", f"{limits.metrics}", "", f"{INVALID}, `metrics`"),
@@ -193,7 +193,7 @@ def test_table_has_every_limit(monkeypatch):
 
 
 def test_security_md_states_the_memory_limits_of_the_code():
-    queue = SETTINGS.max_queue_rows * scheduling.BYTES_PER_SLOT
+    queue = SETTINGS.max_queue_rows * scheduling.BYTES_PER_ROW
     bounds = (
         f"messages {mib(deserialization.MESSAGE_MEMORY)}; inputs, masks and maps {mib(queue)}; "
         f"decoded photos {mib(memory.PHOTO_BUDGET)}; "

@@ -4,13 +4,14 @@ import asyncio
 import random
 import threading
 from collections import Counter
+from contextlib import asynccontextmanager
 
 import pytest
 
 from camserve_server.core.errors import ResourceExhausted
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.models.values import Pass
-from camserve_server.scheduling import BYTES_PER_SLOT, Batcher, admission
+from camserve_server.scheduling import BYTES_PER_ROW, Batcher, admission
 from camserve_server.scheduling.admission import Admission, address_of
 from camserve_server.telemetry import Origin
 from support import StoppedClock, wait_in_loop_until
@@ -21,12 +22,12 @@ PASS = Pass("m", "score", (1, 1))
 class Visitors:
     """An admission with fake requests, which hold their slots until the test releases them."""
 
-    def __init__(self, slots=8, min_share=1):
+    def __init__(self, slots=8, min_share=1, *, headroom=False):
         self.refused = {}
         self.most = {}
         self.order = []
         self.held = {}
-        self.admission = Admission(slots, min_share, ResourceExhausted)
+        self.admission = Admission(slots, min_share, ResourceExhausted, headroom=headroom)
         self.releases = {}
         self.tasks = []
 
@@ -74,13 +75,19 @@ async def clock():
         yield stopped
 
 
-@pytest.fixture
-async def visitors():
-    visitors = Visitors()
+@asynccontextmanager
+async def visiting(*slots, **options):
+    visitors = Visitors(*slots, **options)
     yield visitors
     for task in visitors.tasks:
         task.cancel()
     await settle()
+
+
+@pytest.fixture
+async def visitors():
+    async with visiting() as visitors:
+        yield visitors
 
 
 async def test_single_caller_may_fill_the_queue_and_is_refused_beyond_it(visitors):
@@ -350,7 +357,7 @@ class FakeWorker:
 
 
 async def send(batcher, caller, rows=1, size=0):
-    async with batcher.admit(rows, size=size, caller=caller):
+    async with batcher.reserve(size, caller=caller), batcher.admit(rows, caller=caller):
         batch = [Row(object(), caller) for _ in range(rows)]
         await batcher.submit(PASS, batch, lambda *_: None, origin=Origin(caller))
 
@@ -435,20 +442,93 @@ async def test_greedy_caller_causes_no_refusal_of_a_modest_one():
     assert done["greedy"] >= 98 * 8 - done["modest"]
 
 
-async def test_large_message_takes_several_slots_but_never_more_than_all():
-    async with Batcher(FakeWorker(), max_queue_rows=8) as batcher:
+async def test_memory_of_requests_is_limited_apart_from_rows():
+    async with Batcher(FakeWorker(), max_queue_rows=12) as batcher:
         batcher.pause()
-        large = asyncio.ensure_future(send(batcher, "a", size=5 * BYTES_PER_SLOT + 1))
+        calls = [asyncio.ensure_future(send(batcher, "a", size=2 * BYTES_PER_ROW)) for _ in range(4)]
         await settle()
-        taken = batcher.admitted
-        with pytest.raises(ResourceExhausted):
-            await send(batcher, "a", size=2 * BYTES_PER_SLOT + 1)
+        with pytest.raises(ResourceExhausted, match="your requests hold 524,288"):
+            await send(batcher, "a", size=BYTES_PER_ROW)
+        calls.append(asyncio.ensure_future(send(batcher, "b", size=2 * BYTES_PER_ROW)))
+        await settle()
+        rows, memory = batcher.admitted, batcher._memory.taken
         batcher.resume()
-        await large
-        await send(batcher, "a", size=100 * BYTES_PER_SLOT)
+        await asyncio.gather(*calls)
+        await send(batcher, "a", size=100 * BYTES_PER_ROW)  # counts as a fifth of all memory
 
-    assert taken == 6
-    assert batcher.admitted == 0
+    assert (rows, memory) == (5, 10 * BYTES_PER_ROW)
+    assert batcher.admitted == batcher._memory.taken == 0
+
+
+async def test_rows_are_free_while_memory_is_held():
+    async with Batcher(FakeWorker(), max_queue_rows=2) as batcher, batcher.reserve(10, caller="a"):
+        await send(batcher, "a", rows=2)
+        await send(batcher, "b", rows=2)
+
+        assert batcher.admitted == 0
+
+
+@pytest.mark.parametrize("hostile", [1, 2, 4, 16])
+async def test_callers_that_never_let_go_leave_room_for_one_more(hostile):
+    slots, greedy = 1000, [f"greedy {number}" for number in range(hostile)]
+    async with visiting(slots, headroom=True) as visitors:
+        for _ in range(2 * slots // hostile):
+            for caller in greedy:
+                visitors.request(caller)
+            await settle()
+        free = slots - visitors.taken
+        visitors.request("modest", free // 2)
+        await settle()
+
+        assert free >= slots // (2 * hostile + 1)
+        assert visitors.holds("modest") == free // 2
+
+
+async def test_caller_holds_at_most_twice_what_it_leaves_free():
+    async with visiting(9, headroom=True) as visitors:
+        for _ in range(9):
+            visitors.request("a", wait=True)
+        await settle()
+        assert visitors.holds("a") == 6
+        await visitors.release("a")
+
+        assert visitors.holds("a") == 6  # one of those that waited took its place
+
+
+async def test_large_request_that_waits_lets_small_ones_of_its_caller_pass():
+    async with visiting(9, headroom=True) as visitors:
+        visitors.request("hostile", 4)
+        await settle()
+        for slots in (4, 1, 1):
+            visitors.request("proxy", slots, wait=True)
+            await settle()
+        assert visitors.held == {"hostile": [4], "proxy": [1, 1]}
+        await visitors.release("proxy")
+        visitors.request("proxy", 1, wait=True)
+        await visitors.release("hostile")
+
+        assert visitors.held["proxy"] == [1, 1, 4]
+
+
+async def test_large_request_that_waits_does_not_keep_small_ones_of_others_out():
+    async with visiting(9, headroom=True) as visitors:
+        visitors.request("hostile", 4)
+        visitors.request("large", 4, wait=True)
+        await settle()
+        visitors.request("small")
+        await settle()
+        assert visitors.order == ["hostile", "small"]
+        await visitors.release("hostile")
+
+        assert visitors.order == ["hostile", "small", "large"]
+
+
+async def test_stranger_is_admitted_and_forgotten():
+    async with Batcher(FakeWorker(), max_queue_rows=8) as batcher:
+        async with batcher.admit_stranger(10):
+            assert (batcher.admitted, batcher._memory.taken) == (1, 10)
+        async with batcher.admit(8, caller="a"):  # alone again: the share of a lone caller is the whole queue
+            assert batcher.admitted == 8
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,11 @@ import pytest
 from PIL import Image
 
 from camserve.v1 import explain_pb2, explain_pb2_grpc
+from camserve_server.api.oip.v2 import inference_pb2
+from camserve_server.core.errors import InvalidArgument
+from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
-from camserve_server.scheduling import BYTES_PER_SLOT
+from camserve_server.serving import explain
 from camserve_server.serving.memory import REPLY_COPIES
 from robustness.http2_flood import NO_WINDOW, Connection
 from support import PHOTOS, serving, wait_until
@@ -20,7 +23,7 @@ NET = "net=torchvision:squeezenet1_1?weights=none&size=128"
 PHOTO = PHOTOS["rocket"].read_bytes()
 DRAWN = explain_pb2.Rendering(overlay=explain_pb2.IMAGE_FORMAT_PNG, max_side=400)
 IMAGE = 3 * 128 * 128  # bytes that the model sees
-ROWS = 64
+ROWS = 512
 REPLY = REPLY_COPIES * 3 * 300 * 200  # bytes of one with a PNG
 
 
@@ -38,18 +41,18 @@ def stub(served):
 
 @contextlib.contextmanager
 def held(served, *calls):
-    """Start calls while no batch is formed; yield the calls and the number of slots in use."""
+    """Start calls while no batch is formed; yield the calls, and the bytes of inputs and maps that they hold."""
     batcher = served.pipeline.batcher
     served.do(batcher.pause)
     under_way = [call() for call in calls]
     wait_until(lambda: queued(served) + sum(call.done() for call in under_way) == len(calls))
     try:
-        yield under_way, served.do(lambda: batcher.admitted)
+        yield under_way, served.do(lambda: batcher._memory.taken)
     finally:
         served.do(batcher.resume)
         for call in under_way:
             call.exception()
-    assert served.do(lambda: batcher.admitted) == 0
+    assert served.do(lambda: (batcher.admitted, batcher._memory.taken)) == (0, 0)
 
 
 def queued(served):
@@ -65,16 +68,16 @@ def explaining(stub, padding=0, **fields):
 def test_edited_images_count_as_their_masks(served, stub):
     masks = {"samples": explain_pb2.Parameter(number=30)}
     methods = [explain_pb2.Method(name="rise", parameters=masks)]
-    with held(served, explaining(stub, methods=methods)) as (_, places):
-        assert places == math.ceil((IMAGE + 4 * 128 * 128 * 31) / BYTES_PER_SLOT) > 31
+    with held(served, explaining(stub, methods=methods)) as (_, taken):
+        assert taken == IMAGE + 4 * 128 * 128 * 31
 
 
 def test_full_queue_refuses_a_request_whose_masks_do_not_fit(served, stub):
     masks = {"samples": explain_pb2.Parameter(number=30)}
     call = explaining(stub, methods=[explain_pb2.Method(name="rise", parameters=masks)])
-    with held(served, *[call] * 4) as (calls, places):
-        assert [call.code() for call in calls if call.done()] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
-        assert places == 2 * 32
+    with held(served, *[call] * 20) as (calls, taken):
+        assert [call.code() for call in calls if call.done()] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 10
+        assert taken == 10 * (IMAGE + 4 * 128 * 128 * 31)  # two thirds of 64 KiB for each row
 
 
 def test_maps_count_towards_the_queue_limit(served, stub):
@@ -82,24 +85,24 @@ def test_maps_count_towards_the_queue_limit(served, stub):
     names = ("gradcam", "hirescam", "layercam", "xgradcam", "gradcam_elementwise", "eigencam")
     maps = 4 * 128 * 128 * (len(names) * 8 - 1)
     methods = [explain_pb2.Method(name=name) for name in names]
-    with held(served, explaining(stub, methods=methods, top_k=8)) as (_, places):
-        assert places == math.ceil((IMAGE + maps) / BYTES_PER_SLOT) > 8
+    with held(served, explaining(stub, methods=methods, top_k=8)) as (_, taken):
+        assert taken == IMAGE + maps
 
 
 def test_feature_maps_count_towards_the_queue_limit(served, stub):
     layer = served.pipeline.models["net"].layers["features.0"]
     ask = explain_pb2.ExtractFeaturesRequest(image=PHOTO, layer="features.0", raw=True, top=1)
-    with held(served, lambda: stub.ExtractFeatures.future(ask, timeout=60)) as (_, places):
-        assert places == math.ceil((IMAGE + 4 * math.prod(layer.shape)) / BYTES_PER_SLOT) > 1
+    with held(served, lambda: stub.ExtractFeatures.future(ask, timeout=60)) as (_, taken):
+        assert taken == IMAGE + 4 * math.prod(layer.shape)
 
 
 def test_feature_maps_that_a_method_starts_from_count_as_bytes(served, stub):
     shapes = [served.pipeline.models["net"].layers[name].shape for name in ("features.0", "features.1")]
     few = {"samples": explain_pb2.Parameter(number=2)}
     methods = [explain_pb2.Method(name="smoothgradcam_plus_plus", parameters=few)]
-    with held(served, explaining(stub, methods=methods, layers=["features.0", "features.1"])) as (_, places):
+    with held(served, explaining(stub, methods=methods, layers=["features.0", "features.1"])) as (_, taken):
         features = sum(map(math.prod, shapes))
-        assert places == math.ceil((IMAGE + 4 * (128 * 128 + features)) / BYTES_PER_SLOT) > 8
+        assert taken == IMAGE + 4 * (128 * 128 + features)
 
 
 def test_photo_that_was_not_kept_is_decoded_again_with_the_same_result(served, stub):
@@ -154,12 +157,12 @@ def encoded(kind, **more):
     return file.getvalue()
 
 
-def unread(served, count):
+def unread(served, count, rpc="camserve.v1.ExplainService/Explain", request=None, source="127.0.0.1"):
     """Send `count` requests at once over a connection that never reads a reply. Each reply has a PNG of 300 x 200."""
-    request = explain_pb2.ExplainRequest(image=encoded("JPEG"), rendering=DRAWN)
-    connection = Connection(*served.address.split(":"), settings=NO_WINDOW)
+    request = request or explain_pb2.ExplainRequest(image=encoded("JPEG"), rendering=DRAWN)
+    connection = Connection(*served.address.split(":"), settings=NO_WINDOW, source=source)
     for _ in range(count):
-        connection.send("camserve.v1.ExplainService/Explain", request.SerializeToString())
+        connection.send(rpc, request.SerializeToString())
     return connection
 
 
@@ -181,12 +184,69 @@ def test_reply_that_its_caller_does_not_read_is_counted_until_the_caller_leaves(
 
 
 def test_drawing_waits_for_a_caller_that_does_not_read(served, monkeypatch):
-    monkeypatch.setattr(served.pipeline.reply_limit, "_max_alone", 2 * REPLY)
-    connection = unread(served, 4)
+    """Meanwhile the requests hold neither room in the queue nor the model, and a new caller is answered."""
+    monkeypatch.setattr(served.pipeline.reply_limit, "_slots", 3 * REPLY)
+    connection = unread(served, 4, source="127.0.0.2")
     wait_until(lambda: served.do(served.pipeline.reply_limit._waiting.total) == 2 * REPLY)
+    batcher, held = served.pipeline.batcher, served.pipeline.repository._registry
 
     assert served.pipeline.reply_limit.taken == 2 * REPLY
+    wait_until(lambda: served.do(lambda: (batcher.admitted, batcher._memory.taken)) == (0, 2 * IMAGE))
+    assert not served.do(lambda: sum(held._holders.values()))
+    with grpc.insecure_channel(served.address) as channel:
+        small = explain_pb2.ExplainRequest(image=encoded("JPEG"))
+        assert explain_pb2_grpc.ExplainServiceStub(channel).Explain(small).explanations
     leave(served, connection)
+
+
+def test_reply_does_not_wait_for_ever_for_others_to_be_read(served, stub, monkeypatch):
+    monkeypatch.setattr(served.pipeline.reply_limit, "_slots", 3 * REPLY)
+    connection = unread(served, 2)
+    wait_until(lambda: served.pipeline.reply_limit.taken == 2 * REPLY)
+    monkeypatch.setattr(explain, "REPLY_TIMEOUT", 0)
+    error = explaining(stub, rendering=DRAWN)().exception()
+
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "earlier replies have not been read" in error.details()
+    leave(served, connection)
+
+
+def inference(count, channels=3):
+    """Return a ModelInfer request of `count` images."""
+    shape, image = (count, 32, 32, channels), bytes(32 * 32 * channels)
+    tensor = inference_pb2.ModelInferRequest.InferInputTensor(name="image", datatype="UINT8", shape=shape)
+    return inference_pb2.ModelInferRequest(inputs=[tensor], raw_input_contents=[image * count])
+
+
+def test_reply_of_modelinfer_is_counted_until_the_caller_leaves(served):
+    connection = unread(served, 2, "inference.GRPCInferenceService/ModelInfer", inference(3))
+    wait_until(lambda: connection.statuses == 2)  # both replies are on their way
+
+    assert served.pipeline.reply_limit.taken >= 2 * 3 * REPLY_COPIES * 32 * 32
+    leave(served, connection)
+
+
+def test_stream_of_modelinfer_is_answered_in_order_though_replies_wait_for_memory(served, monkeypatch):
+    """A later reply never holds memory that an earlier one waits for."""
+    limit, sizes = served.pipeline.reply_limit, []
+    take = limit._take
+    monkeypatch.setattr(limit, "_take", lambda caller, size: (take(caller, size), sizes.append(size)))
+    requests = [inference(1 + 7 * (number % 2)) for number in range(12)]
+    for number, request in enumerate(requests):
+        request.id = str(number)
+    with grpc.insecure_channel(served.address) as channel:
+        call = channel.stream_stream(
+            "/inference.GRPCInferenceService/ModelStreamInfer",
+            inference_pb2.ModelInferRequest.SerializeToString,
+            inference_pb2.ModelStreamInferResponse.FromString,
+        )
+        list(call(iter([inference(8)])))
+        monkeypatch.setattr(limit, "_slots", 3 * max(sizes))  # two at a time
+        replies = list(call(iter(requests)))
+
+    assert [reply.infer_response.id for reply in replies] == [request.id for request in requests]
+    assert not any(reply.error_message for reply in replies)
+    wait_until(lambda: served.pipeline.reply_limit.taken == 0)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +263,36 @@ def test_drawing_waits_for_a_caller_that_does_not_read(served, monkeypatch):
 def test_memory_to_decode_is_known_from_the_header(file, each):
     assert images.memory_to_decode(file) == each * 300 * 200
     assert images.memory_to_decode(file[:12]) == 0
+
+
+class Searches:
+    """A pattern that records where it searches."""
+
+    def __init__(self, pattern):
+        self.pattern, self.bytes = pattern, 0
+
+    def search(self, data, start, end):
+        found = self.pattern.search(data, start, end)
+        self.bytes += (found.end() if found else end) - start
+        return found
+
+
+@pytest.mark.parametrize("step", [1 << 12, 1 << 23])
+def test_bytes_between_the_segments_of_a_jpeg_are_not_searched_for_long(step, monkeypatch):
+    monkeypatch.setattr(images, "_MARKER", searches := Searches(images._MARKER))
+    comment = b"\xff\xfe\0\2"
+    file = b"\xff\xd8" + (b"\xff" * step + comment) * ((1 << 23) // step) + encoded("JPEG")[2:]
+
+    assert images.memory_to_decode(file) == 0
+    assert searches.bytes <= images._MAX_FILL + 2 * len(comment) * ((1 << 16) // step + 1)
+    with pytest.raises(InvalidArgument):
+        images.decode(file, Limits())
+
+
+def test_some_bytes_between_the_segments_of_a_jpeg_are_skipped():
+    file = encoded("JPEG")
+
+    assert images.memory_to_decode(file[:2] + b"\xff" * 60_000 + file[2:]) == images.memory_to_decode(file)
 
 
 def test_file_that_is_no_picture_needs_no_memory_to_decode():

@@ -97,9 +97,8 @@ class MessageParser:
 
     def __init__(self, largest: int, memory: int) -> None:
         self._largest = largest
-        caller_memory = MEMORY_FACTOR * largest
-        # No caller may have all of the memory: its long requests would block every other caller.
-        self._memory = Admission(max(memory, caller_memory + 2 * largest), largest, line=math.inf, most=caller_memory)
+        # Room for the largest message, with what must stay free beside it.
+        self._memory = Admission(max(memory, MEMORY_FACTOR * largest + 2 * largest), 0, line=math.inf, headroom=True)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse")
 
     async def parse(self, data: bytes, form: Form, caller: str) -> tuple[Any, Release]:

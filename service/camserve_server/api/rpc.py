@@ -60,6 +60,8 @@ class ServerState:
         pipeline: the pipeline; None until the models are warm.
         draining: event that is set when the server stops.
         active: the number of calls in flight.
+        unsent: the number of calls whose reply, or the last of it, has not been handed to the system yet.
+        drained: ports of the callers whose replies were handed to it since the server drains.
         arrived: the number of calls since the server started.
         telemetry: telemetry of requests; None if it is off.
         names: names of spans by the short names of the RPCs.
@@ -73,6 +75,8 @@ class ServerState:
     pipeline: Pipeline | None = None
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     active: int = 0
+    unsent: int = 0
+    drained: set[int] = field(default_factory=set)
     arrived: int = 0
     telemetry: Telemetry | None = None
     names: Mapping[str, str] = field(default_factory=dict)
@@ -116,6 +120,17 @@ class ServerState:
             yield
         finally:
             self.active -= 1
+
+    @contextmanager
+    def count_unsent(self, context: Context) -> Iterator[None]:
+        """Count a call as unsent inside the block."""
+        self.unsent += 1
+        try:
+            yield
+        finally:
+            self.unsent -= 1
+            if self.draining.is_set() and (port := context.peer().rpartition(":")[2]).isdecimal():
+                self.drained.add(int(port))
 
 
 @dataclass(slots=True)
@@ -213,6 +228,7 @@ async def rpc_scope(state: ServerState, context: Context, rpc: str) -> AsyncIter
     began, remaining = loop.time(), cast("float | None", context.time_remaining())
     deadline = math.inf if remaining is None else began + remaining
     call = Call(_request_id(context), deadline, caller_of(context))
+    call.until_sent.enter_context(state.count_unsent(context))
     context.add_done_callback(lambda _context: call.until_sent.close())  # type: ignore[arg-type]  # accepts any callable
     logs.REQUEST_ID.set(call.request_id)
     call.begin(state, rpc, context)

@@ -19,7 +19,7 @@ from camserve_server.api.health import HealthServicer
 from camserve_server.api.rpc import RPC_NAMES, ServerState
 from camserve_server.app import metrics_endpoint, reserved_port
 from camserve_server.app.supervisor_link import SupervisorLink
-from camserve_server.core import logs, process
+from camserve_server.core import logs, process, sockets
 from camserve_server.core.config import Settings
 from camserve_server.core.devices import device_for, parse_devices
 from camserve_server.core.errors import ConfigError
@@ -181,7 +181,7 @@ async def serve(
                 log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))
                 ready(port, pipeline)
                 await stop.requested.wait()
-                await server.drain(settings.drain_seconds, stop)
+                await server.drain(settings.drain_seconds, stop, port)
         finally:
             await server.stop()
 
@@ -234,10 +234,16 @@ class _Server:
         self.state.pipeline = pipeline
         self.health.set_warm(warm=True)
 
-    async def drain(self, seconds: float, stop: grpc_server.Stop) -> None:
-        """Turn the health to NOT_SERVING, and drain; see `grpc_server.drain`."""
+    async def drain(self, seconds: float, stop: grpc_server.Stop, port: int) -> None:
+        """Turn the health to NOT_SERVING, and drain the server on this port; see `grpc_server.drain`."""
+
+        def undelivered() -> int:
+            ports = (port, *(self.http.ports if self.http else ()))
+            unwritten = self.http.unwritten if self.http else 0
+            return max(unwritten, sockets.undelivered(ports, self.state.drained))
+
         self.health.set_warm(warm=False)
-        await grpc_server.drain(self.grpc, self.state, seconds, stop)
+        await grpc_server.drain(self.grpc, self.state, seconds, stop, undelivered)
         if self.http:
             await self.http.stop(0 if stop.stop_now.is_set() else grpc_server.QUIET_TIMEOUT)
 
@@ -258,9 +264,9 @@ class _Server:
         await self.grpc.start()
         log.info("gRPC", extra=logs.fields(address=_with_port(settings.address, port)))
         if self.http:
-            sockets = reserved_port.listen(settings.http_address, shared=settings.sharing > 1)
-            await self.http.start(sockets)
-            self.http_ready(sockets[0].getsockname()[1])
+            listening = reserved_port.listen(settings.http_address, shared=settings.sharing > 1)
+            await self.http.start(listening)
+            self.http_ready(listening[0].getsockname()[1])
         return port
 
 

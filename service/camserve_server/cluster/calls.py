@@ -40,7 +40,7 @@ class Answer:
 
 
 class RowsInFlight:
-    """Scaling policy: the number of engines is proportional to the rows that are accepted and not yet answered.
+    """Scaling policy: the number of engines is proportional to the rows that are accepted and not yet computed.
 
     Args:
         rows: rows in flight per engine.

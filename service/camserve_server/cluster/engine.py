@@ -159,5 +159,5 @@ class Engine:
             raise RuntimeError("this engine is unhealthy: it cannot explain")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the rows that are accepted and not yet answered, for the scaling policy."""
+        """Return the rows that are accepted and not yet computed, for the scaling policy."""
         return {"rows": float(self._state.require_warm().batcher.admitted)}

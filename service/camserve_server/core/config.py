@@ -138,8 +138,8 @@ class Settings(BaseModel):
         default=1024,
         ge=1,
         le=1_000_000,
-        description="Maximum rows accepted and not yet answered. More are refused. A request counts at least one row"
-        " for each 64 KiB of its inputs and maps: a photo for a model of 224 x 224 pixels counts as three.",
+        description="Maximum rows accepted and not yet computed. More are refused. The inputs and maps of requests that"
+        " are not answered yet may take 64 KiB of memory for each of these rows.",
     )
     max_queue_delay_ms: float = Field(
         default=0.0,
@@ -221,7 +221,11 @@ class Settings(BaseModel):
         default="", description="Folder of the weights files that clients may name when they reload a model."
     )
     drain_seconds: float = Field(
-        default=30.0, ge=0, le=3600, description="Seconds that a stopping server has to finish accepted calls."
+        default=30.0,
+        ge=0,
+        le=3600,
+        description="Seconds that a stopping server has to answer accepted calls, and their callers to read the"
+        " answers.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Lowest level that is logged: `debug`, `info`, `warning` or `error`."

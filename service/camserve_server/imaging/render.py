@@ -62,8 +62,8 @@ COLORMAPS = (*_OPENCV_COLORMAPS.split(), "coolwarm", "gray")
 """Names of the colour maps."""
 
 
-def colormap(name: str) -> Pixels:
-    """Return the colour map of this name: RGB, uint8 [256, 3].
+def check_colormap(name: str) -> None:
+    """Check that there is a colour map of this name, without computing it, which may take 0.1 s.
 
     Raises:
         InvalidArgument: the name is unknown.
@@ -75,6 +75,15 @@ def colormap(name: str) -> Pixels:
             + did_you_mean(short, COLORMAPS),
             field="rendering.colormap",
         )
+
+
+def colormap(name: str) -> Pixels:
+    """Return the colour map of this name: RGB, uint8 [256, 3].
+
+    Raises:
+        InvalidArgument: the name is unknown.
+    """
+    check_colormap(name)
     return _pixels_of(name)
 
 

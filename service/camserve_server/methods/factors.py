@@ -1,5 +1,6 @@
 """Deep feature factorisation: concepts in the features of a layer, by non-negative matrix factorisation."""
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,8 +35,10 @@ class Factors:
     shares: Map
 
 
-def factorise(maps: Map, count: int) -> Factors:
+def factorise(maps: Map, count: int) -> Generator[None, None, Factors]:
     """Factorise feature maps into concepts: vectors of features, and where in the image each one is.
+
+    The generator pauses after each step of some milliseconds, and returns the factors.
 
     A_cij − min A_c ≈ Σ_k v_kc M_kij, with v and M ≥ 0 that minimise the sum of squared differences.
 
@@ -58,7 +61,7 @@ def factorise(maps: Map, count: int) -> Factors:
     features -= lowest
     if not features.any():
         raise FailedPrecondition(f"{features.shape[1]} cells with equal features have no factors")
-    vectors, strengths = _nmf(features, min(count, *features.shape))
+    vectors, strengths = yield from _nmf(features, min(count, *features.shape))
     sums = vectors.sum(0) * strengths.sum(0)
     order = np.argsort(-sums, kind="stable")
     return Factors(
@@ -69,7 +72,7 @@ def factorise(maps: Map, count: int) -> Factors:
     )
 
 
-def _nmf(matrix: _Matrix, count: int) -> tuple[_Matrix, _Matrix]:
+def _nmf(matrix: _Matrix, count: int) -> Generator[None, None, tuple[_Matrix, _Matrix]]:
     """Factorise a matrix [m,n] by coordinate descent into [m,k] and [n,k], from a fixed random start.
 
     Cichocki and Phan 2009, "Fast local algorithms for large scale nonnegative matrix and tensor factorizations". Start,
@@ -81,7 +84,10 @@ def _nmf(matrix: _Matrix, count: int) -> tuple[_Matrix, _Matrix]:
     left = np.abs(scale * random.standard_normal((matrix.shape[0], count)))
     first = 0.0
     for step in range(MAX_STEPS):
-        change = _update(matrix, left, right) + _update(matrix.T, right, left)
+        change = _update(matrix, left, right)
+        yield
+        change += _update(matrix.T, right, left)
+        yield
         first = first if step else change
         if change <= TOLERANCE * first:
             break

@@ -5,7 +5,7 @@
 It may import `workers` and the rooms below.
 """
 
-from camserve_server.scheduling.batcher import BYTES_PER_SLOT, Batcher
+from camserve_server.scheduling.batcher import BYTES_PER_ROW, Batcher
 from camserve_server.scheduling.queue import Collect
 
-__all__ = ["BYTES_PER_SLOT", "Batcher", "Collect"]
+__all__ = ["BYTES_PER_ROW", "Batcher", "Collect"]

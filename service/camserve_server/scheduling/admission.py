@@ -7,11 +7,17 @@ caller that holds more than its share gets no more. A caller that holds less is 
 slots that become free. So one caller may fill a server that nobody else uses. It makes way as soon as another one
 arrives, and that one notices nothing. A caller is present while it holds or waits for slots, and for some seconds after
 its last request.
+
+Memory that is held until somebody else reads or sends has a further rule, which keeps room for callers yet to come: a
+caller may hold at most twice what it leaves free (A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for
+shared-memory packet switches", IEEE/ACM Transactions on Networking 6(2), 1998, section II). One caller that never lets
+go leaves a third of the memory, and sixteen leave a thirty-third.
 """
 
 import asyncio
 import functools
 import ipaddress
+import itertools
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -27,6 +33,8 @@ from camserve_server.scheduling.threads import Threads
 PRESENCE_TIMEOUT = 10.0
 # Slots that callers without a right to them may wait for together: what waits is in memory already.
 MAX_WAITING = 1024
+HEADROOM = 2  # multiple of the free slots that a caller may hold where room is kept for others
+LOOKAHEAD = 8  # requests of a caller that wait there, and of which the first that fits is next
 
 
 class FairThreads:
@@ -78,7 +86,7 @@ class CallerThreads:
 
 
 class MemoryBudget:
-    """Memory for data that is kept only if the budget has room for it.
+    """Memory for data that is kept only if the budget has room for it. Room is kept for other callers.
 
     Args:
         size: bytes of the budget.
@@ -89,16 +97,21 @@ class MemoryBudget:
 
     def __init__(self, size: int) -> None:
         self.free = size
+        self._held: Counter[str] = Counter()
 
     @contextmanager
-    def reserve(self, size: int) -> Iterator[bool]:
-        """Hold memory inside the block; yield False, and hold nothing, if fewer than `size` bytes are left."""
-        fits = size <= self.free
-        self.free -= size * fits
+    def reserve(self, size: int, caller: str) -> Iterator[bool]:
+        """Hold memory for a caller inside the block; yield False, and hold nothing, if it may not have as much."""
+        size = size if self._held[caller] + size <= HEADROOM * (self.free - size) else 0
+        self.free -= size
+        self._held[caller] += size
         try:
-            yield fits
+            yield size > 0
         finally:
-            self.free += size * fits
+            self.free += size
+            self._held[caller] -= size
+            if not self._held[caller]:
+                del self._held[caller]
 
 
 @functools.lru_cache(4096)  # every call asks for the address of its connection
@@ -142,7 +155,9 @@ class Admission:
         min_share: smallest share of a caller, in slots.
         refusal: function that makes the error for a refused caller, from a message that names the limit it met.
         line: slots that callers without a right to them may wait for together.
-        most: slots that a caller may hold while it is alone; all of them by default.
+        headroom: True to keep room for other callers: a caller may hold at most `HEADROOM` times what it leaves free.
+            Requests need at most half of the slots each, or they would wait until nobody else holds any.
+        unit: what a slot is, in the message of a refusal.
 
     Attributes:
         taken: number of slots in use.
@@ -154,12 +169,13 @@ class Admission:
         min_share: int,
         refusal: Callable[[str], Exception] = ResourceExhausted,
         line: float = MAX_WAITING,
-        most: int | None = None,
+        *,
+        headroom: bool = False,
+        unit: str = "rows",
     ) -> None:
         self.taken = 0
         self._slots, self._min_share, self._refusal = slots, min_share, refusal
-        self._max_waiting = line
-        self._max_alone = slots if most is None else most
+        self._max_waiting, self._headroom, self._unit = line, headroom, unit
         self._held: Counter[str] = Counter()
         self._waiters: dict[str, deque[_Waiter]] = {}
         self._waiting: Counter[str] = Counter()  # slots that each caller waits for
@@ -195,8 +211,12 @@ class Admission:
         elif self._may_wait(caller, slots, share, wait=wait):
             await self._wait(caller, slots)
         else:
-            raise self._refusal(self._explain_refusal(share))
+            raise self._refusal(self._explain_refusal(caller, share))
         return functools.partial(self._release, caller, slots)
+
+    def forget(self, caller: str) -> None:
+        """Count a caller that holds and waits for nothing as gone, at once."""
+        self._last_seen.pop(caller, None)
 
     def turn_away(self, error: Exception) -> None:
         """Refuse all that wait, with this error."""
@@ -206,10 +226,13 @@ class Admission:
                 if not waiter.decided.done():
                     waiter.decided.set_exception(error)
 
-    def _explain_refusal(self, share: int) -> str:
-        if share == self._max_alone:
-            return f"the queue is full: {self.taken:,} rows are under way, and {self._slots:,} is the limit"
-        return f"your share of the queue is full: {share:,} of its {self._slots:,} rows, while other callers use it too"
+    def _explain_refusal(self, caller: str, share: int) -> str:
+        slots = f"{self._slots:,} {self._unit}"
+        if self._headroom:
+            return f"{slots} are the limit: your requests hold {self._held[caller]:,}, and others need what is left"
+        if share == self._slots:
+            return f"the queue is full: {self.taken:,} {self._unit} are under way, and {self._slots:,} is the limit"
+        return f"your share of the queue is full: {share:,} of its {slots}, while other callers use it too"
 
     def _register(self, caller: str) -> int:
         """Record that a caller is present; return the share of each caller."""
@@ -226,13 +249,13 @@ class Admission:
         return self._share()
 
     def _share(self) -> int:
-        return min(self._max_alone, max(self._slots // max(1, len(self._last_seen)), self._min_share))
+        return min(self._slots, max(self._slots // max(1, len(self._last_seen)), self._min_share))
 
     def _may_take(self, caller: str, slots: int, share: int, *, wait: bool) -> bool:
         """Return True if slots are free, and no other caller is before this one."""
         if self.taken + slots > self._slots or not self._is_within_share(caller, slots, share):
             return False
-        if not self._waiters:
+        if not self._waiters or self._headroom:  # with headroom, those that wait do not fit
             return True
         if wait and caller in self._waiters:
             return False
@@ -241,13 +264,15 @@ class Admission:
     def _may_wait(self, caller: str, slots: int, share: int, *, wait: bool) -> bool:
         """Return True if the caller has a right to the slots or is willing to wait, and few enough wait already."""
         total, waiting = self._held[caller] + self._waiting[caller], self._waiting.total() + slots
-        has_right = not total or total + slots <= share
+        has_right = not total or (total + slots <= share and not self._headroom)
         return (has_right and waiting <= self._max_waiting + self._slots) or (
             wait and waiting <= max(self._max_waiting, slots)
         )
 
     def _is_within_share(self, caller: str, slots: int, share: int) -> bool:
         held = self._held[caller]
+        if self._headroom:
+            return held + slots <= HEADROOM * (self._slots - self.taken - slots)
         return not held or held + slots <= share
 
     async def _wait(self, caller: str, slots: int) -> None:
@@ -291,7 +316,9 @@ class Admission:
             return
         share = self._share()
         while (caller := self._next_caller(share)) is not None:
-            waiter = self._waiters[caller][0]
+            waiter = self._first(caller, share)
+            if waiter is None:
+                return
             if waiter.decided.done():  # it was cancelled, and its task has not run since
                 self._remove_waiter(caller, waiter)
                 continue
@@ -303,10 +330,16 @@ class Admission:
 
     def _next_caller(self, share: int) -> str | None:
         """Return the caller that holds least, of those that wait and may have more."""
-        callers = [
-            name for name, waiters in self._waiters.items() if self._is_within_share(name, waiters[0].slots, share)
-        ]
+        callers = [name for name in self._waiters if self._first(name, share)]
         return min(callers, key=lambda name: self._held[name], default=None)
+
+    def _first(self, caller: str, share: int) -> _Waiter | None:
+        """Return the request of a caller that is next, or None if the caller may not have as many slots.
+
+        With headroom, one that is large lets some after it pass: it may wait until nobody else holds anything.
+        """
+        waiters = itertools.islice(self._waiters[caller], LOOKAHEAD if self._headroom else 1)
+        return next((each for each in waiters if self._is_within_share(caller, each.slots, share)), None)
 
 
 class Reservation:

@@ -12,7 +12,8 @@ Rows with the same `Pass` share a batch, whatever their methods and targets. A r
 import asyncio
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Self
 
 from camserve_server.core.errors import InvalidArgument, ResourceExhausted, Unavailable
@@ -28,7 +29,9 @@ from camserve_server.scheduling.threads import ThreadPool
 from camserve_server.scheduling.worker_handle import Run, WorkerHandle
 from camserve_server.telemetry import IN_PROCESS, Origin, RequestTimings, TelemetrySink
 
-BYTES_PER_SLOT = 64 * 2**10  # bytes of inputs and maps in one slot of the queue; a larger request takes several
+BYTES_PER_ROW = 64 * 2**10  # bytes of inputs and maps of all requests, for each row that the queue has room for
+MEMORY_RETRY_AFTER = 1.0  # seconds: earlier replies may have to be read before
+_STRANGER = "a stranger"  # no token has a space in its name, and no address
 
 
 class Batcher:
@@ -37,14 +40,16 @@ class Batcher:
     Args:
         runs: functions that run a batch, one for each worker. Any worker may run any row.
         max_batch_rows: largest number of inputs in a batch; rows of one input with several targets count once.
-        max_queue_rows: largest number of rows that are accepted and not yet answered.
+        max_queue_rows: largest number of rows that are accepted and not yet computed.
         max_delay: seconds that the oldest row may be held back until a batch is full; 0 for none.
         partitioned: True if each worker can run two batches at once, each on half of its cores.
         streams: True if each worker can run two batches at once, each with the whole GPU, in a stream of its own.
         max_batch_seconds: seconds after which a worker is killed for one batch; batches are kept far shorter.
 
     Attributes:
-        limit: largest number of rows that are accepted and not yet answered.
+        limit: largest number of rows that are accepted and not yet computed.
+        largest: bytes of inputs and maps that a request counts for at most. They fit beside a caller that holds as much
+            as it may, and never lets go.
         stats: counters of batches and rows.
         learn: see `Capacity.learn`.
         allow: see `Capacity.allow`.
@@ -66,6 +71,9 @@ class Batcher:
         self.learn, self.allow, self.forget = capacity.learn, capacity.allow, capacity.forget
         # Two batches, one that runs and one that gathers, keep a worker busy: each caller's share is at least that.
         self._admission = Admission(max_queue_rows, 2 * max_batch_rows, self._refuse)
+        memory, unit = max_queue_rows * BYTES_PER_ROW, "bytes of inputs and maps"
+        self._memory = Admission(memory, 0, self._refuse_memory, memory, headroom=True, unit=unit)
+        self.largest = memory // 5
         self._queue = Queue(capacity, self.stats)
         self._executor = Executor(capacity, self.stats, self._queue.work_available.set, streams=streams)
         self._dispatcher = Dispatcher(
@@ -107,7 +115,7 @@ class Batcher:
 
     @property
     def admitted(self) -> int:
-        """Slots of the queue in use: rows accepted and not yet answered, or more for large messages."""
+        """Rows accepted and not yet computed."""
         return self._admission.taken
 
     @property
@@ -140,6 +148,7 @@ class Batcher:
             request.fail(error)
         self._executor.reruns.clear()
         self._admission.turn_away(error)
+        self._memory.turn_away(error)
 
     def _check_available(self) -> None:
         if self._unavailable:
@@ -148,14 +157,13 @@ class Batcher:
     def _no_worker(self) -> Unavailable:
         return Unavailable(self._unavailable, retry_after=policy.MAX_RETRY_AFTER, shed_reason="no_engine")
 
-    def admit(self, rows: int, *, size: int = 0, caller: str = "", wait: bool = False) -> Reservation:
-        """Hold slots of the queue for a request inside the block.
+    def admit(self, rows: int, *, caller: str = "", wait: bool = False) -> Reservation:
+        """Hold room in the queue for a request inside the block: until its rows are computed.
 
         Args:
             rows: number of rows that the request will run.
-            size: bytes of its inputs and maps.
             caller: caller that sent the request.
-            wait: True to wait for free slots rather than be refused.
+            wait: True to wait for room rather than be refused.
 
         Raises:
             ResourceExhausted: the queue is full; `retry_after` estimates when it will not be.
@@ -165,13 +173,48 @@ class Batcher:
         self._check_available()
         if rows > self.limit:
             raise InvalidArgument(f"the request costs {rows} rows, and {self.limit} is the limit")
-        slots = min(max(rows, -(-size // BYTES_PER_SLOT)), self.limit)
-        return self._admission.admit(slots, caller=caller, wait=wait)
+        return self._admission.admit(rows, caller=caller, wait=wait)
+
+    def reserve(self, size: int, *, caller: str = "", wait: bool = False) -> Reservation:
+        """Hold memory for the inputs and maps of a request inside the block: until its reply is made.
+
+        A reply may have to wait until its caller reads others. Its rows and its model are released by then, and what it
+        still holds leaves room for other callers.
+
+        Args:
+            size: bytes of the inputs and maps.
+            caller: caller that sent the request.
+            wait: True to wait for memory rather than be refused.
+
+        Raises:
+            ResourceExhausted: the caller's earlier requests hold as much as it may have.
+            Unavailable: no worker is available.
+        """
+        self._check_available()
+        return self._memory.admit(min(size, self.largest), caller=caller, wait=wait)
+
+    @asynccontextmanager
+    async def admit_stranger(self, size: int) -> AsyncIterator[None]:
+        """Hold room for one row of a caller that is new, inside the block; wait until there is room.
+
+        Args:
+            size: bytes of the row's input.
+        """
+        try:
+            async with self.reserve(size, caller=_STRANGER, wait=True), self.admit(1, caller=_STRANGER, wait=True):
+                yield
+        finally:
+            self._memory.forget(_STRANGER)
+            self._admission.forget(_STRANGER)
 
     def _refuse(self, message: str) -> ResourceExhausted:
         self.stats.refused += 1
         retry_after = policy.retry_after(self.admitted, self._executor.row_seconds, len(self._workers))
         return ResourceExhausted(message, retry_after=retry_after, shed_reason="queue_full")
+
+    def _refuse_memory(self, message: str) -> ResourceExhausted:
+        self.stats.refused += 1
+        return ResourceExhausted(message, retry_after=MEMORY_RETRY_AFTER, shed_reason="queue_full")
 
     async def submit(
         self,

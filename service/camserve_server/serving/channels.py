@@ -3,7 +3,7 @@
 `find` computes them from the layer's feature maps, and `draw` makes their picture. Both run in a thread.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from camserve_server.core.arrays import Input, Map, Pixels
 from camserve_server.imaging import components as component_pictures
-from camserve_server.imaging import concepts, images, tiles
+from camserve_server.imaging import concepts, images, render, tiles
 from camserve_server.imaging.values import Box, Picture
 from camserve_server.methods import components, factors
 from camserve_server.serving import memory
@@ -71,8 +71,8 @@ class Found:
     vectors: Map | None = None
 
 
-def find(request: FeaturesRequest, photo: Observed, others: Sequence[Map]) -> Found:
-    """Compute the channels of a photo.
+def find(request: FeaturesRequest, photo: Observed, others: Sequence[Map]) -> Generator[None, None, Found]:
+    """Compute the channels of a photo. The generator pauses so that other callers have their turn.
 
     Args:
         request: the rank, and the number of channels.
@@ -85,7 +85,7 @@ def find(request: FeaturesRequest, photo: Observed, others: Sequence[Map]) -> Fo
     if request.rank == "pca":
         return _find_components(request, photo, others)
     if request.rank == "factors":
-        return _find_factors(request, photo)
+        return (yield from _find_factors(request, photo))
     if request.rank == "heads":
         shares = photo.maps.sum((1, 2), dtype=np.float64)
         return Found([_channel(k, each, 0.0, share) for k, each, share in _numbered(photo.maps[: request.top], shares)])
@@ -118,8 +118,8 @@ def _find_components(request: FeaturesRequest, photo: Observed, others: Sequence
     return Found(channels, basis)
 
 
-def _find_factors(request: FeaturesRequest, photo: Observed) -> Found:
-    found = factors.factorise(photo.maps, request.top)
+def _find_factors(request: FeaturesRequest, photo: Observed) -> Generator[None, None, Found]:
+    found = yield from factors.factorise(photo.maps, request.top)
     weights = found.vectors @ photo.weights
     channels = [_channel(k, each, weights[k], share) for k, each, share in _numbered(found.maps, found.shares)]
     return Found(channels, vectors=found.lowest + found.vectors * found.maps.max((1, 2))[:, None])
@@ -151,14 +151,13 @@ def work_bytes(request: FeaturesRequest) -> int:
     return 3 * 2 * memory.feature_bytes(request)
 
 
-def draw(request: FeaturesRequest, photo: Observed, found: Found, colours: Pixels) -> Picture:
+def draw(request: FeaturesRequest, photo: Observed, found: Found) -> Picture:
     """Draw the channels in the picture of the request's rank.
 
     Args:
         request: the rank, and the encoding of the picture.
         photo: the photo.
         found: its channels.
-        colours: RGB of the intensities of tiles, uint8 [256,3].
     """
     kind, channels, basis = request.picture or "png", found.channels, found.basis
     if basis is not None and photo.photo is not None:
@@ -169,6 +168,7 @@ def draw(request: FeaturesRequest, photo: Observed, found: Found, colours: Pixel
     image = images.displayed(photo.image, request.model.preprocess)
     shown = _concept_tiles(image, channels) if request.rank == "factors" else _tiles(request, channels)
     side = CONCEPT_SIDE if request.rank == "factors" else tiles.SIDE
+    colours = render.colormap(request.colormap)
     return tiles.draw(image, shown, _titles(request, photo, len(channels)), colours, kind, side)
 
 

@@ -40,7 +40,8 @@ async def evaluate(
     Raises:
         ServiceError: the request was refused, or failed; its field is one of the request to explain.
     """
-    job, chunk = request.explain.job, pipeline.limits.chunk
+    job = request.explain.job
+    chunk = pipeline.chunk(job)
     readings: jobs.Readings = []
 
     async def compute(photo: PreparedPhoto, submit: jobs.Submit) -> jobs.JobResult:
@@ -51,8 +52,13 @@ async def evaluate(
         readings.extend(job_readings)
         return result
 
-    render.colormap(request.explain.rendering.colormap)  # an unknown name is refused before it costs anything
+    render.check_colormap(request.explain.rendering.colormap)  # an unknown name is refused before it costs anything
     rows = min(request.assessment.rows, chunk)
-    size = memory.MASK * rows * math.prod(job.model.preprocess.size) + memory.map_bytes(job)
-    async with pipeline.admit(job.model, rows, size=size):
-        return await pipeline.run(request.explain, compute, encode, deadline, until_sent), readings
+    size = rows * memory.row_bytes(job) + memory.map_bytes(job)
+    async with (
+        pipeline.hold(job.model, size) as accepted,
+        pipeline.run(request.explain, compute, accepted, rows=rows, deadline=deadline) as explained,
+    ):
+        accepted.computed()
+        await pipeline.reserve_reply(explained.reply_bytes, until_sent)
+        return await pipeline.draw(explained, encode), readings

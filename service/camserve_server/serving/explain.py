@@ -1,10 +1,11 @@
 """Explain an image: the life of a request, from a validated `ExplainRequest` to its reply.
 
-1. Admit: reserve room in the queue, or refuse the request (`scheduling`).
+1. Admit: reserve memory and room in the queue, or refuse the request (`scheduling`).
 2. Decode: make the model's input from the photo, in a thread (`photos`, `imaging`).
 3. Run: divide the job into rows, and run them in batches with those of other requests (`jobs`, `scheduling`, `workers`,
    `engine`). Methods turn what the layers return into maps (`methods`).
-4. Draw: colour the maps and encode the pictures, in a thread (`drawing`, `imaging.render`).
+4. Draw: colour the maps and encode the pictures, in a thread (`drawing`, `imaging.render`). This may have to wait until
+   the caller reads earlier replies, so room in the queue and the model are released before.
 5. Reply: make the reply from the `ExplainResult` with the given `encode`, in the same thread if anything was drawn.
 
 This module knows no protocol: gRPC, the Open Inference Protocol and the in-process API all call `Pipeline.explain`.
@@ -13,11 +14,13 @@ This module knows no protocol: gRPC, the Open Inference Protocol and the in-proc
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ParamSpec, TypeAlias, TypeVar
 
 from camserve_server import jobs
+from camserve_server.core.errors import ResourceExhausted
 from camserve_server.core.limits import Limits
 from camserve_server.engine.values import Row
 from camserve_server.imaging import images, render
@@ -37,8 +40,58 @@ from camserve_server.telemetry import IN_PROCESS, Origin, RequestTimings, Reques
 P = ParamSpec("P")
 T = TypeVar("T")
 
+REPLY_TIMEOUT = 300.0  # seconds for which a reply waits for memory that others hold until their callers read them
+
 Compute: TypeAlias = Callable[[PreparedPhoto, jobs.Submit], Awaitable[jobs.JobResult]]
 """Computes the explanations of a photo. The second argument is the function that runs rows in batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A request, or several to one model, for whose inputs and maps memory is held.
+
+    Attributes:
+        model: the model.
+        arrived: time on the event loop's clock at which the request arrived.
+        computed: function to call when its last row is computed; its version of the model may then be unloaded.
+    """
+
+    model: ModelInfo
+    arrived: float
+    computed: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Explanations that are computed, and not drawn yet.
+
+    Attributes:
+        request: the pictures to draw.
+        photo: the photo to draw on.
+        result: the explanations.
+        times: stopwatch of the request.
+    """
+
+    request: ExplainRequest
+    photo: PreparedPhoto
+    result: jobs.JobResult
+    times: "_Times"
+
+    @property
+    def reply_bytes(self) -> int:
+        """An upper bound of the bytes of the reply."""
+        classes = 0 if self.result.class_map is None else self.result.class_map.nbytes
+        return estimate_reply(self.request, self.photo, self.result.explanations) + classes
+
+    def make_reply(self, encode: Callable[[ExplainResult], T], explanations: list[jobs.Explanation]) -> T:
+        """Return the encoded reply with these explanations, which are drawn."""
+        photo, result = self.photo, self.result
+        timing = self.times.timing()
+        prediction = ModelPrediction(photo.job.model, result.logits, photo.seen)
+        others = result.unchanged_logits
+        unchanged = None if others is None else replace(prediction, values=others)
+        numbers = (photo.size, photo.receipt, timing, result.class_map, unchanged)
+        return encode(ExplainResult(prediction, explanations, *numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,101 +165,149 @@ class Pipeline:
         Raises:
             ServiceError: the request was refused, or failed.
         """
-        render.colormap(request.rendering.colormap)  # an unknown name is refused before it costs anything
-        chunk = self.limits.chunk  # the largest number of rows that one request has in the queue
+        async with (
+            self.accept([request], wait=wait) as accepted,
+            self.explained(request, accepted, deadline=deadline, wait=wait, progress=progress) as explained,
+        ):
+            accepted.computed()
+            await self.reserve_reply(explained.reply_bytes, until_sent)
+            return await self.draw(explained, encode)
+
+    def accept(
+        self, requests: Sequence[ExplainRequest], *, wait: bool = False
+    ) -> AbstractAsyncContextManager[Accepted]:
+        """Hold memory for the inputs and maps of requests to one model inside the block; see `hold`.
+
+        Raises:
+            ServiceError: a request is invalid, or there is no memory.
+        """
+        for request in requests:
+            render.check_colormap(request.rendering.colormap)  # an unknown name is refused before it costs anything
+        size = sum(self._job_bytes(request.job) for request in requests)
+        return self.hold(requests[0].job.model, size, wait=wait)
+
+    def _job_bytes(self, job: jobs.Job) -> int:
+        return memory.input_bytes(job, self._rows(job)) + memory.map_bytes(job)
+
+    def _rows(self, job: jobs.Job) -> int:
+        return min(job.rows, self.chunk(job))
+
+    def chunk(self, job: jobs.Job) -> int:
+        """Return the largest number of rows that a job has in the queue: as many edited images as memory allows."""
+        return min(self.limits.chunk, max(1, self.batcher.largest // memory.row_bytes(job)))
+
+    def explained(
+        self,
+        request: ExplainRequest,
+        accepted: Accepted,
+        *,
+        deadline: float = math.inf,
+        wait: bool = False,
+        progress: jobs.Progress = jobs.ignore_progress,
+    ) -> AbstractAsyncContextManager[Explained]:
+        """Compute the explanations of one image, and keep them inside the block; the arguments are those of `explain`.
+
+        Raises:
+            ServiceError: the request was refused, or failed.
+        """
+        chunk = self.chunk(request.job)
 
         async def compute(photo: PreparedPhoto, submit: jobs.Submit) -> jobs.JobResult:
             return await jobs.explain(
                 photo.job, photo.image, submit, chunk=chunk, execute=self.in_thread, progress=progress
             )
 
-        rows = min(request.job.rows, chunk)
-        size = memory.input_bytes(request.job, rows) + memory.map_bytes(request.job)
-        async with self.admit(request.job.model, rows, size=size, wait=wait):
-            return await self.run(request, compute, encode, deadline, until_sent)
+        return self.run(request, compute, accepted, rows=self._rows(request.job), deadline=deadline, wait=wait)
 
     @asynccontextmanager
-    async def admit(self, model: ModelInfo, rows: int, *, size: int, wait: bool = False) -> AsyncIterator[None]:
-        """Hold room in the queue, and keep the request's version of the model loaded, until the block ends.
-
-        Args:
-            model: the model of the request.
-            rows: the number of rows that the request runs at a time.
-            size: bytes of the inputs and maps of the request.
-            wait: True to wait for room instead of being refused.
-        """
-        clock, trace = asyncio.get_running_loop().time, self.origin.record
-        began = clock()
-        with self.repository.held(model):
-            async with self.batcher.admit(rows, size=size, caller=self.origin.caller, wait=wait):
-                if trace:
-                    trace.model = model.name
-                    trace.stage("admission", began, clock())
-                yield
-
     async def run(
         self,
         request: ExplainRequest,
         compute: Compute,
-        encode: Callable[[ExplainResult], T],
+        accepted: Accepted,
+        *,
+        rows: int,
         deadline: float,
-        until_sent: ExitStack,
-    ) -> T:
-        """Decode the photo of an admitted request, compute its explanations, draw them, and make the reply.
+        wait: bool = False,
+    ) -> AsyncIterator[Explained]:
+        """Admit a request, decode its photo and compute its explanations; keep them inside the block.
+
+        Room in the queue is held until the explanations are computed.
 
         Args:
             request: the photo, and the pictures to draw.
             compute: computes the explanations.
-            encode: makes the reply from the result.
+            accepted: the request, for which memory is held.
+            rows: the number of rows that the request runs at a time.
             deadline: time on the event loop's clock after which no row enters a batch. The other steps end when the
                 call is cancelled.
-            until_sent: stack that the calling code closes when the reply is sent, to release the reply's memory.
+            wait: True to wait for room instead of being refused.
         """
         clock, trace = asyncio.get_running_loop().time, self.origin.record
-        times = _Times(clock, began=clock())
-
-        submit = submit_for(self, deadline, times.timings)
-        async with self.reserve_decoding(request.image):
-            photo = await self._run_in_steps(prepare_photo(request, self.limits))
-        times.decoded = clock()
-        if trace:
-            trace.stage("decode", times.began, times.decoded)
-        with self.photo_budget.reserve(0 if photo.pixels is None else photo.pixels.nbytes) as fits:
-            photo = photo if fits else replace(photo, pixels=None)
-            result = await compute(photo, submit)
-            times.computed = clock()
+        with ExitStack() as kept:
+            async with self.admit(rows, accepted, wait=wait):
+                times = _Times(clock, began=clock())
+                submit = submit_for(self, deadline, times.timings)
+                async with self.reserve_decoding(request.image):
+                    photo = await self.run_in_steps(prepare_photo(request, self.limits))
+                times.decoded = clock()
+                if trace:
+                    trace.stage("decode", times.began, times.decoded)
+                pixels = 0 if photo.pixels is None else photo.pixels.nbytes
+                fits = kept.enter_context(self.photo_budget.reserve(pixels, self.origin.caller))
+                photo = photo if fits else replace(photo, pixels=None)
+                result = await compute(photo, submit)
+                times.computed = clock()
             if trace:
                 trace.explained += [(each.call.name, each.verdict.name) for each in result.explanations]
-            return await self._draw_and_reply(request, photo, result, encode, times, until_sent)
+            yield Explained(request, photo, result, times)
 
-    async def _draw_and_reply(
-        self,
-        request: ExplainRequest,
-        photo: PreparedPhoto,
-        result: jobs.JobResult,
-        encode: Callable[[ExplainResult], T],
-        times: "_Times",
-        until_sent: ExitStack,
-    ) -> T:
-        """Draw the explanations and make the reply, once memory for the pictures and the reply is reserved."""
+    @asynccontextmanager
+    async def hold(self, model: ModelInfo, size: int, *, wait: bool = False) -> AsyncIterator[Accepted]:
+        """Hold memory for inputs and maps inside the block, and a version of the model until they are computed.
 
-        def make_reply(explanations: list[jobs.Explanation]) -> T:
-            timing = times.timing()
-            prediction = ModelPrediction(photo.job.model, result.logits, photo.seen)
-            others = result.unchanged_logits
-            unchanged = None if others is None else replace(prediction, values=others)
-            numbers = (photo.size, photo.receipt, timing, result.class_map, unchanged)
-            return encode(ExplainResult(prediction, explanations, *numbers))
+        Args:
+            model: the model of the request.
+            size: bytes of the inputs and maps of the request.
+            wait: True to wait for memory instead of being refused.
+        """
+        arrived = asyncio.get_running_loop().time()
+        with ExitStack() as until_computed:
+            until_computed.enter_context(self.repository.held(model))
+            async with self.batcher.reserve(size, caller=self.origin.caller, wait=wait):
+                yield Accepted(model, arrived, until_computed.close)
 
-        classes = 0 if result.class_map is None else result.class_map.nbytes
-        await self.reserve_reply(estimate_reply(request, photo, result.explanations) + classes, until_sent)
+    @asynccontextmanager
+    async def admit(self, rows: int, accepted: Accepted, *, wait: bool = False) -> AsyncIterator[None]:
+        """Hold room in the queue until the block ends.
+
+        Args:
+            rows: the number of rows that the request runs at a time.
+            accepted: the request.
+            wait: True to wait for room instead of being refused.
+        """
+        async with self.batcher.admit(rows, caller=self.origin.caller, wait=wait):
+            if trace := self.origin.record:
+                trace.model = accepted.model.name
+                trace.stage("admission", accepted.arrived, asyncio.get_running_loop().time())
+            yield
+
+    async def draw(self, explained: Explained, encode: Callable[[ExplainResult], T]) -> T:
+        """Draw explanations and make the reply, for which memory is reserved.
+
+        Args:
+            explained: the explanations.
+            encode: makes the reply from the result; called in the thread of the last drawing step, or on the loop.
+        """
+        request, photo, result = explained.request, explained.photo, explained.result
+        make_reply = partial(explained.make_reply, encode)
         if not request.rendering.derived:
             return make_reply(list(result.explanations))
         async with self.reserve_drawing(memory_to_draw(request, photo)):
             steps = draw_and_reply(request, photo, result.explanations, self.limits, make_reply)
-            reply = await self._run_in_steps(steps)
+            reply = await self.run_in_steps(steps)
         if trace := self.origin.record:
-            trace.stage("render", times.computed, times.clock())
+            trace.stage("render", explained.times.computed, explained.times.clock())
         return reply
 
     async def reserve_reply(self, size: int, until_sent: ExitStack) -> None:
@@ -215,9 +316,17 @@ class Pipeline:
         Args:
             size: bytes of the reply.
             until_sent: stack that the calling code closes when the reply is sent, to release the memory.
+
+        Raises:
+            ResourceExhausted: the caller has not read its earlier replies in time.
         """
-        reserved = min(memory.REPLY_COPIES * size, memory.CALLER_REPLY_LIMIT)
-        until_sent.callback(await self.reply_limit.hold(reserved, caller=self.origin.caller, wait=True))
+        reserved = min(memory.REPLY_COPIES * size, memory.LARGEST_REPLY)
+        try:
+            async with asyncio.timeout(REPLY_TIMEOUT):
+                until_sent.callback(await self.reply_limit.hold(reserved, caller=self.origin.caller, wait=True))
+        except TimeoutError:
+            message = f"there was no memory for the reply for {REPLY_TIMEOUT:g} s: earlier replies have not been read"
+            raise ResourceExhausted(message, retry_after=1.0, shed_reason="replies_unread") from None
 
     def reserve_decoding(self, data: bytes) -> Reservation:
         """Hold memory to decode a photo until the block ends; wait until there is enough."""
@@ -227,7 +336,7 @@ class Pipeline:
         """Hold memory for pictures or decompositions until the block ends; wait until there is enough."""
         return self.image_memory.admit(min(size, memory.IMAGE_MEMORY), caller=self.origin.caller, wait=True)
 
-    async def _run_in_steps(self, steps: Generator[None, None, T]) -> T:
+    async def run_in_steps(self, steps: Generator[None, None, T]) -> T:
         """Run a generator in threads, and return its result.
 
         At each pause other callers have their turn. If this call is cancelled, the generator stops at the next pause.

@@ -7,7 +7,7 @@ result. No protocol is known here.
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -123,17 +123,19 @@ async def features(
     Raises:
         ServiceError: the request was refused, or failed.
     """
-    colours = _colours(request.colormap)
+    _check_colormap(request.colormap)
     kind: Kind = "heads" if request.rank == "heads" else "features"
     layers = (request.layer,) if request.layer else ()
     size = request.model.preprocess.size
     pass_ = Pass(request.model.key, kind, size, layers, interventions=request.interventions)
-    async with _run(pipeline, request, pass_, deadline) as run:
-        await pipeline.reserve_reply(memory.feature_bytes(request), until_sent)
+    async with AsyncExitStack() as held:
+        with pipeline.repository.held(request.model):  # its version, until `_run` holds it
+            await pipeline.reserve_reply(memory.feature_bytes(request), until_sent)  # no row is held yet
+            run = await held.enter_async_context(_run(pipeline, request, pass_, deadline))
         began, photo, picture = time.perf_counter(), run.observed(request.layer), None
         found = await _find(pipeline, request, run, photo)
         if request.picture is not None:
-            picture = await pipeline.in_thread(channels.draw, request, photo, found, colours)
+            picture = await pipeline.in_thread(channels.draw, request, photo, found)
         count, height, width = photo.maps.shape
         return FeaturesResult(
             prediction=run.prediction,
@@ -157,16 +159,16 @@ async def _find(
     work = channels.work_bytes(request)
     async with pipeline.reserve_drawing(work) if work else nullcontext():
         others = [result.features[0] for result in run.others]
-        found = await pipeline.in_thread(channels.find, request, photo, others)
+        found = await pipeline.run_in_steps(channels.find(request, photo, others))
     if found.vectors is None:
         return found
     return channels.with_nearest(found, await _nearest(run, photo.maps, found.vectors))
 
 
-def _colours(name: str) -> Pixels:
-    """Return a colour map by name; an error names the request's own field."""
+def _check_colormap(name: str) -> None:
+    """Check the name of a colour map; an error names the request's own field."""
     try:
-        return render.colormap(name)
+        render.check_colormap(name)
     except InvalidArgument as error:
         raise InvalidArgument(error.message, field="colormap") from error
 
@@ -184,7 +186,8 @@ async def _run(
         + memory.shown_bytes(request)
         + memory.text_bytes(request.model)
     )
-    async with pipeline.admit(request.model, rows + min(len(needed), pipeline.limits.chunk), size=size):
+    rows += min(len(needed), pipeline.limits.chunk)
+    async with pipeline.hold(request.model, size) as accepted, pipeline.admit(rows, accepted):
         began = time.perf_counter()
         photos = [await _decode(pipeline, request, index) for index in range(len(_files(request)))]
         decoding = time.perf_counter() - began

@@ -15,10 +15,10 @@ from camserve_server.serving.requests import FeaturesRequest, InspectRequest
 MAX_WAITING_PHOTO = 3_000_000  # bytes of a decoded photo kept while its request waits; larger ones are decoded again
 PHOTO_BUDGET = 32 * 2**20  # bytes of all decoded photos kept; a photo that does not fit is decoded again
 IMAGE_MEMORY = 160 * 2**20  # bytes of all photos being decoded and pictures being drawn; other requests wait
-MIN_CALLER_SHARE = 8 * 2**20  # bytes of IMAGE_MEMORY and of REPLY_LIMIT that each caller may always use
+MIN_CALLER_SHARE = 8 * 2**20  # bytes of IMAGE_MEMORY that each caller may always use
 MAX_PICTURES = 32 * 2**20  # bytes of the pictures in one reply
 REPLY_LIMIT = 96 * 2**20  # bytes of all unsent replies, with their copies; other requests wait before they are drawn
-CALLER_REPLY_LIMIT = 64 * 2**20  # bytes of REPLY_LIMIT for one caller: one that reads nothing cannot block the others
+LARGEST_REPLY = 32 * 2**20  # bytes of REPLY_LIMIT that one reply counts for at most: larger ones would wait for long
 REPLY_COPIES = 3  # of each reply: the message, its serialised form, and what gRPC holds until it is sent
 
 RGB = 3  # bytes of a pixel
@@ -41,7 +41,7 @@ def image_memory() -> Admission:
 
 def reply_limit() -> Admission:
     """Return a new limit on the memory of unsent replies; requests wait for it."""
-    return Admission(REPLY_LIMIT, MIN_CALLER_SHARE, line=math.inf, most=CALLER_REPLY_LIMIT)
+    return Admission(REPLY_LIMIT, 0, line=math.inf, headroom=True)
 
 
 def input_bytes(job: jobs.Job, rows: int) -> int:
@@ -50,7 +50,12 @@ def input_bytes(job: jobs.Job, rows: int) -> int:
     Noisy copies are made in the engine and do not count. Edited images are made here, with one mask for each row.
     """
     edits = any(METHODS[call.name].edits_image for call in job.calls)
-    return math.prod(job.model.preprocess.size) * (input_pixel(job.model) + edits * MASK * rows)
+    return math.prod(job.model.preprocess.size) * input_pixel(job.model) + edits * rows * row_bytes(job)
+
+
+def row_bytes(job: jobs.Job) -> int:
+    """Return the bytes of the mask of an edited image."""
+    return MASK * math.prod(job.model.preprocess.size)
 
 
 def input_pixel(model: ModelInfo) -> int:

@@ -114,7 +114,7 @@ class PoolHealth:
         row = Row(image, anything(info), (MethodCall("gradcam"),) if info.default_layers else ())
         try:
             with self._registry.held(info):
-                async with asyncio.timeout(self._canary_timeout):
+                async with asyncio.timeout(self._canary_timeout), self._batcher.admit_stranger(image.nbytes):
                     await self._batcher.submit(pass_, [row], lambda _, result: results.append(result))
         except Exception as error:  # noqa: BLE001 -- whatever the model raises
             log.warning("a canary failed: %s", str(error) or type(error).__name__)

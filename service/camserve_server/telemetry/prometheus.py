@@ -21,6 +21,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LOADS = (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)  # seconds
 SHED_REASONS = (
     "queue_full",
+    "replies_unread",
     "starting",
     "draining",
     "model_loading",
@@ -194,8 +195,7 @@ class _StateCollector(Collector):
         )
         yield GaugeMetricFamily(
             "camserve_queue_rows",
-            "Rows accepted and not yet answered: of one request at most 64 at a time, and a large image counts as"
-            " several. Autoscaling uses it.",
+            "Rows accepted and not yet computed, of one request at most 64 at a time. Autoscaling uses it.",
             state.queue_rows,
         )
         yield GaugeMetricFamily(

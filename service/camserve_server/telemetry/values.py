@@ -141,7 +141,7 @@ class ServerSnapshot:
     Attributes:
         ready: True if its health is SERVING.
         in_flight: number of calls in progress; a stream is one call.
-        queue_rows: number of rows that are accepted and not yet answered.
+        queue_rows: number of rows that are accepted and not yet computed.
         queue_limit: maximum of `queue_rows`.
         answered: number of rows that succeeded since the start.
         failed: number of rows whose batch failed since the start.

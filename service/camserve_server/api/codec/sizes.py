@@ -71,6 +71,8 @@ def _check_list(values: Any, limits: Limits, name: str, limit: int) -> None:
         for key in values:
             _check_value(key, limits, name)
         items = ((f'"{key}"', values[key]) for key in values)
+    elif values and not isinstance(values[0], str | Message):
+        return  # numbers, of which there may be a hundred thousand
     for key, value in items:
         _check_value(value, limits, f"{name}[{key}]")
 

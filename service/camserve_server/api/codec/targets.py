@@ -1,5 +1,6 @@
 """Codec of the targets of a request, which must fit the model's task."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -246,8 +247,7 @@ def read_class(name: explain_pb2.Target | explain_pb2.ClassName, model: ModelInf
 def _find_label(label: str, model: ModelInfo, field: str) -> int:
     if not model.labels:
         raise NotFound(f"{model.name} has no labels: use the index of the class", field=field)
-    folded = _fold(label)
-    matches = [index for index, known in enumerate(model.labels) if _fold(known) == folded]
+    matches = _classes_by_label(model.labels).get(_fold(label), ())
     if not matches:
         hint = did_you_mean(label.replace("_", " "), model.labels)
         raise NotFound(f'{model.name} has no label "{shorten(label)}"{hint}', field=field)
@@ -255,6 +255,15 @@ def _find_label(label: str, model: ModelInfo, field: str) -> int:
         classes = " and ".join(map(str, matches[:MAX_LISTED]))
         raise InvalidArgument(f'"{shorten(label)}" is the label of classes {classes}: use the index', field=field)
     return matches[0]
+
+
+@functools.lru_cache(maxsize=4)  # folding 1,000 texts takes some milliseconds, and a request may name 144 of them
+def _classes_by_label(labels: tuple[str, ...]) -> Mapping[str, Sequence[int]]:
+    """Return the classes of each label, as it is compared."""
+    classes: dict[str, list[int]] = {}
+    for index, label in enumerate(labels):
+        classes.setdefault(_fold(label), []).append(index)
+    return classes
 
 
 def _fold(label: str) -> str:

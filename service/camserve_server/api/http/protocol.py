@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -12,15 +13,35 @@ from camserve_server.api.connection_limits import HANDSHAKE_TIMEOUT
 log = logging.getLogger(__name__)
 log.setLevel(logging.ERROR)  # uvicorn warns of every request that is not HTTP
 
+# h11 takes 28 us of the event loop for a chunk of a body, whatever its size.
+FREE_CHUNKS = 256  # chunks of a body that may have any size
+MIN_CHUNK = 256  # bytes of the further ones, on average
 LINGER_TIMEOUT = 2.0  # seconds for which the rest of a refused request is read, so that its caller sees the answer
 STALL_TIMEOUT = 60.0  # seconds in which a caller must read something of a response, beyond what the kernel buffers
+
+
+class _Parser(h11.Connection):
+    """Parser that refuses bodies in many small chunks."""
+
+    _spare = 0.0
+
+    def next_event(self) -> Any:
+        """Return the next event of the connection; raise RemoteProtocolError if it is not acceptable."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._spare = FREE_CHUNKS
+        elif isinstance(event, h11.Data):
+            self._spare += len(event.data) / MIN_CHUNK - event.chunk_end
+            if self._spare < 0:
+                raise h11.RemoteProtocolError("the chunks of the body are too small")
+        return event
 
 
 class Connection(H11Protocol):
     """Connection of a caller.
 
     uvicorn closes idle connections. This class also closes those whose headers arrive slowly, whose refused request has
-    no end, or whose caller does not read the response.
+    no end, whose body has many small chunks, or whose caller does not read the response.
     """
 
     max_connections: int  # of the server; set by a subclass for each server
@@ -33,6 +54,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Start with the headers of the first request, or close the connection if too many are open."""
         self.logger = log
+        self.conn = _Parser(h11.SERVER, self.config.h11_max_incomplete_event_size or 0)
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
             transport.abort()

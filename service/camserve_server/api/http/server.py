@@ -1,10 +1,13 @@
 """The HTTP server: sockets, TLS, start and stop, on the event loop of the gRPC server."""
 
 import asyncio
+import contextlib
+import contextvars
+import itertools
 import logging
 import socket
+import ssl
 from collections.abc import Sequence
-from typing import Any
 
 from uvicorn.config import Config
 from uvicorn.server import ServerState as UvicornState
@@ -17,6 +20,8 @@ from camserve_server.api.http.protocol import Connection
 from camserve_server.core import logs
 
 log = logging.getLogger(__name__)
+
+ACCEPT_PAUSE = 1.0  # seconds after a connection could not be accepted; as in asyncio
 
 
 class HttpServer:
@@ -35,7 +40,9 @@ class HttpServer:
 
     def __init__(self, border: Border, health: Health) -> None:
         settings = border.settings
-        self._connection = type("Connection", (Connection,), {"max_connections": settings.max_connections})
+        self._connection: type[Connection] = type(
+            "Connection", (Connection,), {"max_connections": settings.max_connections}
+        )
         self._config = Config(
             app.build(border, health),
             http=self._connection,
@@ -53,30 +60,80 @@ class HttpServer:
         self._tls = auth.https_context(settings) if settings.tls_cert else None
         self._state = UvicornState()
         self._servers: list[asyncio.Server] = []
+        self._accepting: dict[socket.socket, asyncio.Task[None]] = {}  # by the socket that listens
+        self._handshakes: set[asyncio.Task[None]] = set()
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Listen on sockets."""
         loop = asyncio.get_running_loop()
-        timeout = HANDSHAKE_TIMEOUT if self._tls else None
         for listening in sockets:
-            server = await loop.create_server(
-                self._connect, sock=listening, ssl=self._tls, ssl_handshake_timeout=timeout
-            )
-            self._servers.append(server)
+            if self._tls is None:
+                self._servers.append(await loop.create_server(self._connect, sock=listening))
+            else:
+                listening.settimeout(0)
+                self._accepting[listening] = loop.create_task(self._accept(listening, self._tls))
         log.info("HTTP", extra=logs.fields(address=self._config_address(sockets)))
 
-    def _connect(self) -> Any:
+    async def _accept(self, listening: socket.socket, tls: ssl.SSLContext) -> None:
+        """Accept connections with TLS.
+
+        A server of asyncio tells of a connection when its TLS handshake is done. One that says nothing would not count,
+        although it holds a file.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listening)
+            except OSError as error:  # as a rule there are too many open files
+                log.warning("cannot accept a connection: %s", error.strerror)
+                await asyncio.sleep(ACCEPT_PAUSE)
+                continue
+            if not self._has_room():
+                accepted.close()
+                continue
+            handshake = loop.create_task(self._shake_hands(accepted, tls), context=contextvars.Context())
+            self._handshakes.add(handshake)
+            handshake.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, accepted: socket.socket, tls: ssl.SSLContext) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # whatever the other side does wrong, or too late
+            await loop.connect_accepted_socket(
+                self._connect, accepted, ssl=tls, ssl_handshake_timeout=HANDSHAKE_TIMEOUT
+            )
+
+    def _connect(self) -> Connection:
         return self._connection(self._config, self._state, {})
+
+    def _has_room(self) -> bool:
+        return len(self._state.connections) + len(self._handshakes) < self._connection.max_connections
 
     @staticmethod
     def _config_address(sockets: Sequence[socket.socket]) -> str:
         host, port = sockets[0].getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
+    @property
+    def ports(self) -> list[int]:
+        """The ports that it listens on."""
+        listening = itertools.chain(self._accepting, *(server.sockets for server in self._servers))
+        return [each.getsockname()[1] for each in listening]
+
+    @property
+    def unwritten(self) -> int:
+        """The number of connections with data that the system has not taken yet."""
+        buffers = (connection.transport.get_write_buffer_size() for connection in self._state.connections)
+        return sum(size > 0 for size in buffers)
+
     async def stop(self, seconds: float) -> None:
         """Close the sockets and idle connections, complete the responses, and close all connections after a time."""
         for server in self._servers:
             server.close()
+        for task in (*self._accepting.values(), *self._handshakes):
+            task.cancel()
+        for listening in self._accepting:
+            listening.close()
+        self._accepting.clear()
         for connection in list(self._state.connections):
             connection.shutdown()
         if self._state.tasks and seconds:

@@ -1,11 +1,12 @@
 """Servicer of the Open Inference Protocol. To follow a request, start at `InferenceServicer.ModelInfer`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from camserve.v1 import explain_pb2, models_pb2
 from camserve_server.api import codec
@@ -23,12 +24,17 @@ from camserve_server.api.oip.statistics import Statistics
 from camserve_server.api.oip.tensors import read_images
 from camserve_server.api.oip.v2 import inference_pb2
 from camserve_server.api.rpc import Call, Context, ServerState, rpc_scope, run_item
-from camserve_server.api.servicers.explain import explain
+from camserve_server.api.servicers.explain import read
 from camserve_server.api.servicers.models import load_model, unload_model
 from camserve_server.api.streams import Received, serve_stream
 from camserve_server.core.errors import DeadlineExceeded, InvalidArgument, ServiceError
 from camserve_server.models.values import ModelInfo
-from camserve_server.serving.explain import Pipeline
+from camserve_server.serving.explain import Explained, Pipeline
+from camserve_server.serving.requests import ExplainRequest
+
+T = TypeVar("T")
+
+INPUTS, REPLY, WRITTEN = range(3)
 
 
 class InferenceServicer:
@@ -52,7 +58,7 @@ class InferenceServicer:
             return await self._infer(self._state.require_open(), request, call)
 
     async def _infer(
-        self, pipeline: Pipeline, request: inference_pb2.ModelInferRequest, call: Call, *, wait: bool = False
+        self, pipeline: Pipeline, request: inference_pb2.ModelInferRequest, call: Call, turn: "_Turn | None" = None
     ) -> inference_pb2.ModelInferResponse:
         infer_request = read_infer(request, pipeline.models, pipeline.limits)
         clock = asyncio.get_running_loop().time
@@ -61,7 +67,7 @@ class InferenceServicer:
             limited = replace(call, deadline=min(call.deadline, began + infer_request.timeout))
             try:
                 async with asyncio.timeout(infer_request.timeout):  # gRPC knows only the call's own deadline
-                    responses = await _explain_images(pipeline, request, infer_request, limited, wait=wait)
+                    responses = await _explain_images(pipeline, request, infer_request, limited, turn)
             except TimeoutError:
                 raise DeadlineExceeded("the timeout of the request has passed") from None
         except ServiceError:
@@ -76,23 +82,22 @@ class InferenceServicer:
     ) -> None:
         """Explain the images of many requests. Responses are in the order of the requests, which need no ids."""
         async with rpc_scope(self._state, context, "ModelStreamInfer") as call:
-            last = asyncio.Event()
-            last.set()
+            last: _Turn | None = None
 
             async def answer(request: inference_pb2.ModelInferRequest, write: Callable[[Any], Awaitable[None]]) -> None:
                 nonlocal last
-                previous, last = last, (written := asyncio.Event())
-                reply = await self._reply(request, call.item(call.request_id))
-                await previous.wait()
-                await write(reply)
-                written.set()
+                last = turn = _Turn(last)
+                item_call = call.item(call.request_id)
+                with item_call.until_sent:
+                    reply = await self._reply(request, item_call, turn)
+                    await turn.write(write, reply)
 
             await serve_stream(self._state, context, requests, answer)
 
     async def _reply(
-        self, request: inference_pb2.ModelInferRequest, call: Call
+        self, request: inference_pb2.ModelInferRequest, call: Call, turn: "_Turn"
     ) -> inference_pb2.ModelStreamInferResponse:
-        work = self._infer(self._state.require_warm(), request, call, wait=True)
+        work = self._infer(self._state.require_warm(), request, call, turn)
         result = await run_item(self._state, call, "ModelStreamInfer", work)
         if isinstance(result, ServiceError):
             response = inference_pb2.ModelInferResponse(id=request.id)
@@ -211,28 +216,103 @@ class InferenceServicer:
 
 
 async def _explain_images(
-    pipeline: Pipeline, request: inference_pb2.ModelInferRequest, infer_request: InferRequest, call: Call, *, wait: bool
+    pipeline: Pipeline,
+    request: inference_pb2.ModelInferRequest,
+    infer_request: InferRequest,
+    call: Call,
+    turn: "_Turn | None",
 ) -> list[explain_pb2.ExplainResponse]:
-    """Explain the images of a request, all at once. If one of them fails, the request fails."""
+    """Explain the images of a request, all at once. If one of them fails, the request fails.
+
+    Memory is reserved for all images together: two requests that hold it for some of theirs could wait for each other.
+
+    Args:
+        pipeline: the pipeline.
+        request: the request.
+        infer_request: what it asks for.
+        call: its call.
+        turn: turn of the request in its stream; None for a call of its own.
+    """
+    bound = call.bind(pipeline)
     if any(tensor.datatype != "BYTES" for tensor in request.inputs):
-        images = await call.bind(pipeline).in_thread(read_images, request, pipeline.limits)
+        images = await bound.in_thread(read_images, request, pipeline.limits)
     else:
         images = read_images(request, pipeline.limits)
-    explain_requests = list(map(infer_request.for_image, images))
-    del images  # the requests have copies
+    count, wait = len(images), turn is not None
+    explain_requests = list[ExplainRequest]()
+    while images:
+        with convert_fields(len(explain_requests), count):
+            explain_requests.append(read(pipeline, infer_request.for_image(images.pop(0)), call))
+    async with AsyncExitStack() as held:
+        async with _step(turn, INPUTS):
+            with convert_fields():
+                accepted = await held.enter_async_context(bound.accept(explain_requests, wait=wait))
 
-    async def explain_image(index: int, explain_request: explain_pb2.ExplainRequest) -> explain_pb2.ExplainResponse:
-        # The memory is released before the response is sent: on a stream, an earlier response may wait to be sent and
-        # hold memory that this request, whose response must follow it, waits for.
-        with convert_fields(index, len(explain_requests)), ExitStack() as until_sent:
-            return await explain(pipeline, explain_request, replace(call, until_sent=until_sent), wait=wait)
+        async def explained(index: int, explain_request: ExplainRequest) -> Explained:
+            with convert_fields(index, count):
+                explaining = bound.explained(explain_request, accepted, deadline=call.deadline, wait=wait)
+                return await held.enter_async_context(explaining)
 
-    tasks = [asyncio.ensure_future(explain_image(*item)) for item in enumerate(explain_requests)]
+        async def drawn(index: int, explained: Explained) -> explain_pb2.ExplainResponse:
+            with convert_fields(index, count):
+                return await bound.draw(explained, partial(codec.explain_response, explained.request))
+
+        each = await _gather(explained(*item) for item in enumerate(explain_requests))
+        accepted.computed()
+        async with _step(turn, REPLY):
+            await bound.reserve_reply(sum(one.reply_bytes for one in each), call.until_sent)
+        return await _gather(drawn(*item) for item in enumerate(each))
+
+
+async def _gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Do all the work at once. If some of it fails, cancel the rest, and wait until it has ended."""
+    tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Turn:
+    """Turn of one request of a stream whose responses are in the order of the requests.
+
+    A request reserves memory for its inputs, and for its response, after every earlier request. Otherwise it could hold
+    memory that an earlier one waits for, after which it must be written.
+
+    Args:
+        previous: turn of the request before; None for the first.
+
+    Attributes:
+        steps: an event for each step, set when it is done: `INPUTS`, `REPLY` and `WRITTEN`.
+    """
+
+    def __init__(self, previous: "_Turn | None") -> None:
+        self.steps = [asyncio.Event() for _ in range(WRITTEN + 1)]
+        self._before = previous.steps if previous else []
+
+    @asynccontextmanager
+    async def step(self, number: int) -> AsyncIterator[None]:
+        """Take a step in the block, after those before have taken it."""
+        for event in self._before[number : number + 1]:
+            await event.wait()
+        try:
+            yield
+        finally:
+            self.steps[number].set()
+
+    async def write(self, write: Callable[[Any], Awaitable[None]], reply: Any) -> None:
+        """Write a response after those before. A request that failed may not have taken the other steps."""
+        for number in (INPUTS, REPLY):
+            async with self.step(number):
+                pass
+        async with self.step(WRITTEN):
+            await write(reply)
+
+
+def _step(turn: _Turn | None, number: int) -> AbstractAsyncContextManager[None]:
+    return turn.step(number) if turn else nullcontext()
 
 
 def _check_repository(name: str) -> None:

@@ -15,6 +15,7 @@ from camserve_server.core import logs
 from camserve_server.core.errors import ServiceError
 from camserve_server.serving import inspection
 from camserve_server.serving.explain import Pipeline
+from camserve_server.serving.requests import ExplainRequest
 
 Write = Callable[[explain_pb2.ExplainStreamResponse], Awaitable[None]]
 
@@ -107,6 +108,16 @@ class ExplainServicer(explain_pb2_grpc.ExplainServiceServicer):
             return codec.cost_response(explain_request.job, pipeline.limits)
 
 
+def read(pipeline: Pipeline, request: explain_pb2.ExplainRequest, call: Call) -> ExplainRequest:
+    """Check a request, and record it in the trace of its call.
+
+    Raises:
+        ServiceError: the request is invalid.
+    """
+    call.record_request(request, pipeline.models)
+    return codec.read_explanation(request, pipeline.models, pipeline.limits)
+
+
 async def explain(
     pipeline: Pipeline,
     request: explain_pb2.ExplainRequest,
@@ -127,8 +138,7 @@ async def explain(
     Raises:
         ServiceError: the request is invalid or failed.
     """
-    call.record_request(request, pipeline.models)
-    explain_request = codec.read_explanation(request, pipeline.models, pipeline.limits)
+    explain_request = read(pipeline, request, call)
     return await call.bind(pipeline).explain(
         explain_request,
         call.until_sent,
