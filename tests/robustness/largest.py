@@ -3,6 +3,7 @@
 The fields are read from the descriptors, so that new ones are included.
 """
 
+import functools
 import io
 import struct
 
@@ -55,15 +56,33 @@ FILES = {
 }
 
 
-def requests():
-    """Yield a label, the name of an RPC and a request: for each field and kind of file, and for whole requests."""
-    seen = set()
+def requests(rpc, *, files=True, variants=10):
+    """Yield a label and a request of an RPC: for each field, and for all fields together.
+
+    A field that is part of several requests is in that of the first RPC.
+
+    Args:
+        rpc: name of the RPC.
+        files: False to leave out fields of bytes.
+        variants: requests with all fields, of which each has other alternatives.
+    """
+    for first, chain in _first_paths().values():
+        if first == rpc and (files or chain[-1].type != Kind.TYPE_BYTES):
+            yield from _of_field(rpc, chain)
+    for variant in range(variants):
+        request = message_factory.GetMessageClass(RPCS[rpc].input_type)()
+        fill(request, variant)
+        yield f"{rpc}, all fields, {variant}", request
+
+
+@functools.cache
+def _first_paths():
+    """Return the first RPC of each field, and the path to it there."""
+    found = {}
     for rpc, method in RPCS.items():
         for chain in paths(method.input_type):
-            if chain[-1].full_name not in seen:  # messages are parts of several requests
-                seen.add(chain[-1].full_name)
-                yield from _of_field(rpc, chain)
-        yield from _whole(rpc)
+            found.setdefault(chain[-1].full_name, (rpc, chain))
+    return found
 
 
 def paths(kind, chain=()):
@@ -92,7 +111,7 @@ def _of_field(rpc, chain):
     if field.type != Kind.TYPE_BYTES:
         request = base(rpc, chain)
         enlarge(parent(request, chain), field)
-        yield name, rpc, request
+        yield name, request
         return
     for kind, content in FILES.items():
         request = base(rpc, chain)
@@ -102,15 +121,7 @@ def _of_field(rpc, chain):
             getattr(message, field.name).append(content)
         else:
             setattr(message, field.name, content)
-        yield f"{name}: {kind}", rpc, request
-
-
-def _whole(rpc):
-    """Yield requests in which every field is large, with each kind of target, intervention and value in turn."""
-    for variant in range(10):
-        request = message_factory.GetMessageClass(RPCS[rpc].input_type)()
-        fill(request, variant)
-        yield f"{rpc}, all fields, {variant}", rpc, request
+        yield f"{name}: {kind}", request
 
 
 def parent(request, chain):
@@ -173,13 +184,12 @@ def _scalar(field, number):
 
 
 def valid():
-    """Yield valid requests that ask for much: what passes the checks of names costs more than what does not."""
+    """Yield valid requests to Explain that ask for much: what passes the checks costs more than what does not."""
     everything = explain_pb2.ExplainRequest(image=fields.PHOTO, model="tiny", methods=[{"name": "gradcam"}])
     # The channels of an input are known only when the model runs.
     changed = [{"layer": "1", "channels": range(2000), "input": True, "scale": 0.5}] * LIMITS.interventions
     yield (
         "interventions with many channels",
-        "Explain",
         explain_pb2.ExplainRequest(image=fields.PHOTO, model="tiny", interventions=changed),
     )
     texts = [_text(number) for number in range(LIMITS.texts)]
@@ -188,10 +198,9 @@ def valid():
     targets = [{"finer": {"why": names[at], "against": names[at + 1 : at + step]}} for at in range(0, len(names), step)]
     yield (
         "labels among many texts",
-        "Explain",
         explain_pb2.ExplainRequest(image=fields.PHOTO, model="named", texts=texts, targets=targets),
     )
     for index in range(LIMITS.targets):
         everything.targets.add(class_index=index % 5)
     everything.rendering.regions.max_regions, everything.rendering.regions.draw = 64, True
-    yield "targets with regions", "Explain", everything
+    yield "targets with regions", everything
