@@ -121,16 +121,11 @@ class ServerState:
         finally:
             self.active -= 1
 
-    @contextmanager
-    def count_unsent(self, context: Context) -> Iterator[None]:
-        """Count a call as unsent inside the block."""
-        self.unsent += 1
-        try:
-            yield
-        finally:
-            self.unsent -= 1
-            if self.draining.is_set() and (port := context.peer().rpartition(":")[2]).isdecimal():
-                self.drained.add(int(port))
+    def count_sent(self, context: Context) -> None:
+        """Count a call as sent, of those that are unsent."""
+        self.unsent -= 1
+        if self.draining.is_set() and (port := context.peer().rpartition(":")[2]).isdecimal():
+            self.drained.add(int(port))
 
 
 @dataclass(slots=True)
@@ -228,7 +223,8 @@ async def rpc_scope(state: ServerState, context: Context, rpc: str) -> AsyncIter
     began, remaining = loop.time(), cast("float | None", context.time_remaining())
     deadline = math.inf if remaining is None else began + remaining
     call = Call(_request_id(context), deadline, caller_of(context))
-    call.until_sent.enter_context(state.count_unsent(context))
+    state.unsent += 1
+    call.until_sent.callback(state.count_sent, context)
     context.add_done_callback(lambda _context: call.until_sent.close())  # type: ignore[arg-type]  # accepts any callable
     logs.REQUEST_ID.set(call.request_id)
     call.begin(state, rpc, context)

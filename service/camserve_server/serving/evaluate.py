@@ -41,7 +41,7 @@ async def evaluate(
         ServiceError: the request was refused, or failed; its field is one of the request to explain.
     """
     job = request.explain.job
-    chunk = pipeline.chunk(job)
+    chunk = pipeline.chunk(job, edits=True)
     readings: jobs.Readings = []
 
     async def compute(photo: PreparedPhoto, submit: jobs.Submit) -> jobs.JobResult:

@@ -190,11 +190,17 @@ class Pipeline:
         return memory.input_bytes(job, self._rows(job)) + memory.map_bytes(job)
 
     def _rows(self, job: jobs.Job) -> int:
-        return min(job.rows, self.chunk(job))
+        return min(job.rows, self.chunk(job, edits=memory.edits_image(job)))
 
-    def chunk(self, job: jobs.Job) -> int:
-        """Return the largest number of rows that a job has in the queue: as many edited images as memory allows."""
-        return min(self.limits.chunk, max(1, self.batcher.largest // memory.row_bytes(job)))
+    def chunk(self, job: jobs.Job, *, edits: bool) -> int:
+        """Return the largest number of rows that a job has in the queue.
+
+        Args:
+            job: the job.
+            edits: True if its rows are edited images, of which there are as many as memory allows.
+        """
+        most = self.batcher.largest // memory.row_bytes(job) if edits else self.limits.chunk
+        return min(self.limits.chunk, max(1, most))
 
     def explained(
         self,
@@ -210,7 +216,7 @@ class Pipeline:
         Raises:
             ServiceError: the request was refused, or failed.
         """
-        chunk = self.chunk(request.job)
+        chunk = self.chunk(request.job, edits=memory.edits_image(request.job))
 
         async def compute(photo: PreparedPhoto, submit: jobs.Submit) -> jobs.JobResult:
             return await jobs.explain(

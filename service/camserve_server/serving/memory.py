@@ -49,8 +49,12 @@ def input_bytes(job: jobs.Job, rows: int) -> int:
 
     Noisy copies are made in the engine and do not count. Edited images are made here, with one mask for each row.
     """
-    edits = any(METHODS[call.name].edits_image for call in job.calls)
-    return math.prod(job.model.preprocess.size) * input_pixel(job.model) + edits * rows * row_bytes(job)
+    return math.prod(job.model.preprocess.size) * input_pixel(job.model) + edits_image(job) * rows * row_bytes(job)
+
+
+def edits_image(job: jobs.Job) -> bool:
+    """Return True if a method of a job edits the image, which takes a mask for each row."""
+    return any(METHODS[call.name].edits_image for call in job.calls)
 
 
 def row_bytes(job: jobs.Job) -> int:
