@@ -107,9 +107,11 @@ def parent_of(folder):
 
 
 def end(processes):
+    """End processes, and wait until each has ended: on a busy machine the next look would find it again."""
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError), open(os.pidfd_open(process.pid)) as descriptor:
+            signal.pidfd_send_signal(descriptor.fileno(), signal.SIGKILL)
+            select.select([descriptor], [], [])
 
 
 def end_with(run, process_id):
