@@ -109,7 +109,7 @@ def parent_of(folder):
 def end(processes):
     """End processes, and wait until each has ended: on a busy machine the next look would find it again."""
     for process in processes:
-        with contextlib.suppress(ProcessLookupError), open(os.pidfd_open(process.pid)) as descriptor:
+        with contextlib.suppress(ProcessLookupError), os.fdopen(os.pidfd_open(process.pid)) as descriptor:
             signal.pidfd_send_signal(descriptor.fileno(), signal.SIGKILL)
             select.select([descriptor], [], [])
 

@@ -14,10 +14,6 @@ IN_PROCESS, SERVED = contention.WAYS
 SPEC = "timm:test_resnet?weights=none&size=64"
 
 
-def quietly(_words):
-    pass
-
-
 def sampled(monkeypatch, seconds):
     """Replace measurements by `seconds` for a checkout (None for this one) and a policy; return the environments."""
     environments = []
@@ -34,7 +30,7 @@ def sampled(monkeypatch, seconds):
 def test_ratios_are_to_a_quiet_machine_and_to_passive_threads(monkeypatch):
     monkeypatch.setattr(contention, "PROGRAMS", {QUIET: 0, "one program": 1})
     environments = sampled(monkeypatch, {(None, DEFAULT): 0.04, (None, PASSIVE): 0.02})
-    part = contention.measure(TINY, say=quietly)
+    part = contention.measure(TINY, say=[].append)
 
     assert environments == [{}, {"OMP_WAIT_POLICY": "PASSIVE"}] * 4
     quiet, beside = part.tables[0].rows[:2]
@@ -45,7 +41,7 @@ def test_ratios_are_to_a_quiet_machine_and_to_passive_threads(monkeypatch):
 
 def test_other_checkout_is_compared_by_speed(monkeypatch, tmp_path):
     sampled(monkeypatch, {(None, DEFAULT): 0.04, (tmp_path, DEFAULT): 0.02})
-    part = contention.measure(dataclasses.replace(TINY, against=tmp_path, rounds=2), say=quietly)
+    part = contention.measure(dataclasses.replace(TINY, against=tmp_path, rounds=2), say=[].append)
 
     assert [row[2:] for row in part.tables[0].rows] == [("0.500", "0.50 0.50")] * 4
     assert not any(bar.met for bar in part.bars)

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+import as_written
 import camserve
 import camserve_server
 from as_written import PREPROCESS, changed, plain
 from camserve_server import Explainer
 from camserve_server.models import Source
-from models.test_as_written import OPTIONS, check_equal, maps, offered
+from models.test_as_written import ALIKE, OPTIONS, check_equal, maps, offered
 from models.test_independence import DEPENDENT
 from models.test_probabilities import Sigmoid, Softmax
 from models.test_unusual_grids import Deep, Reader, Square, seeded
@@ -25,6 +26,7 @@ def with_zero_head():
 
 
 MAKERS = {
+    **{name: make for name, make in as_written.MAKERS.items() if name not in ALIKE},
     **{f"dependent_{name}": make for name, (make, _) in DEPENDENT.items()},
     "runtime": lambda: changed(Runtime),
     "frozen_stem": lambda: changed(FrozenStem),

@@ -24,10 +24,10 @@ from camserve_server.imaging import inputs
 from camserve_server.imaging.transforms import Transform
 from camserve_server.models import ModelSpec, Source, TextTower, parse, search_current_folder, spec_of_network
 from camserve_server.models.heads import Output
-from camserve_server.models.live import runs, unwrap
+from camserve_server.models.live import unwrap
 from camserve_server.models.load import PART_WRAPPER
-from camserve_server.models.source import IMAGENET_MEAN, IMAGENET_STD, Labels, names_of
-from camserve_server.models.stem import RGB, channels_of
+from camserve_server.models.source import DEFAULT_PREPROCESS, Labels, names_of
+from camserve_server.models.stem import RGB, input_channels, of_channels
 from camserve_server.models.values import Activation, DeclaredTask, Task
 
 if TYPE_CHECKING:
@@ -306,19 +306,10 @@ def _statistics_of(network: nn.Module, options: NetworkOptions) -> tuple[Sequenc
     mean, std = options.get("mean"), options.get("std")
     channels = next((len(each) for each in (mean, std) if isinstance(each, Sized)), 0)
     if mean is None and std is None and "transform" not in options and isinstance(network, nn.Module):
-        channels = _channels_of(network, options.get("size"))
-    usual: tuple[Sequence[float], Sequence[float]] = IMAGENET_MEAN, IMAGENET_STD
-    if channels not in (0, RGB):
-        usual = ((sum(IMAGENET_MEAN) / RGB,) * channels, (sum(IMAGENET_STD) / RGB,) * channels)
-    return usual[0] if mean is None else mean, usual[1] if std is None else std
-
-
-def _channels_of(network: nn.Module, size: int | inputs.Size | None) -> int:
-    """Return the channels of a network's first convolution, unless the network runs on RGB."""
-    channels = channels_of(unwrap(network))
-    height, width = inputs.size_of(inputs.SIDE if size is None else size)
-    is_rgb = channels in (0, RGB) or runs(unwrap(network), (1, RGB, height, width))
-    return RGB if is_rgb else channels
+        size = options.get("size")
+        channels = input_channels(unwrap(network), *inputs.size_of(inputs.SIDE if size is None else size))
+    usual = of_channels(DEFAULT_PREPROCESS, channels or RGB)
+    return usual.mean if mean is None else mean, usual.std if std is None else std
 
 
 def _spec(text: str) -> ModelSpec:

@@ -16,9 +16,9 @@ from torch import nn
 
 from camserve_server.core import plugins
 from camserve_server.core.errors import ConfigError, did_you_mean
-from camserve_server.models import checkpoint, efficientnet_lite, heads, huggingface, live, recomputation
+from camserve_server.models import checkpoint, efficientnet_lite, heads, huggingface, live, recomputation, stem
 from camserve_server.models.endings import Ending
-from camserve_server.models.source import IMAGENET_LABELS, LITE, Source, names_of
+from camserve_server.models.source import DEFAULT_PREPROCESS, IMAGENET_LABELS, LITE, Source, names_of
 from camserve_server.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -230,7 +230,11 @@ def _as_source(spec: ModelSpec, result: Any) -> Source:
     source = result if isinstance(result, Source) else Source(result)
     if not isinstance(source.module, nn.Module):
         raise ConfigError(f"{spec.origin} made a {type(source.module).__name__}, not a torch.nn.Module")
-    return replace(source, module=live.unwrap(source.module), labels=names_of(source.labels))
+    source = replace(source, module=live.unwrap(source.module), labels=names_of(source.labels))
+    if spec.shared or source.preprocess != DEFAULT_PREPROCESS:
+        return source
+    size = (spec.size, spec.size) if spec.size else source.preprocess.size
+    return replace(source, preprocess=stem.of_channels(source.preprocess, stem.input_channels(source.module, *size)))
 
 
 def search_current_folder(spec: ModelSpec) -> None:

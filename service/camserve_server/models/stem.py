@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from camserve_server.core.errors import ConfigError
 from camserve_server.imaging.values import Preprocess
+from camserve_server.models.live import runs
 from camserve_server.models.spec import ModelSpec
 
 RGB = 3
@@ -46,6 +47,12 @@ def channels_of(module: nn.Module) -> int:
     """Return the number of channels that the first convolution of a network takes; 0 without a convolution."""
     first = next(filter(_is_convolution, module.modules()), None)
     return first.in_channels if isinstance(first, nn.Conv2d) else 0
+
+
+def input_channels(network: nn.Module, height: int, width: int) -> int:
+    """Return the number of channels of a network's input: those of its first convolution, unless it runs on RGB."""
+    channels = channels_of(network)
+    return RGB if channels in (0, RGB) or runs(network, (1, RGB, height, width)) else channels
 
 
 def _is_convolution(module: nn.Module) -> bool:
@@ -101,6 +108,12 @@ def with_statistics(preprocess: Preprocess, spec: ModelSpec) -> Preprocess:
         return preprocess
     if preprocess.prepare is not None:
         raise ConfigError("mean= and std= are for models without a transform of their own")
+    return replace(preprocess, mean=mean, std=std)
+
+
+def of_channels(preprocess: Preprocess, channels: int) -> Preprocess:
+    """Return a preprocessing for another number of channels, each with the averages of those that there are."""
+    mean, std = (_for_channels((), own, channels, "") for own in (preprocess.mean, preprocess.std))
     return replace(preprocess, mean=mean, std=std)
 
 
