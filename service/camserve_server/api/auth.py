@@ -136,7 +136,7 @@ def _context(paths: Sequence[str], contents: reloading_file.Contents) -> ssl.SSL
 
 
 class Authorizer:
-    """Check of the tokens of calls.
+    """Check of the tokens of calls, on the event loops of gRPC and of HTTP.
 
     Args:
         path: path of the file of tokens; changes take effect within a second.

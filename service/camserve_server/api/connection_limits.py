@@ -5,16 +5,18 @@ message never arrives.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, Self, TypeAlias, TypeVar, cast
 
 import grpc
 
 from camserve_server.core.config import Settings
 from camserve_server.core.errors import DeadlineExceeded, InvalidArgument
 from camserve_server.scheduling.policy import TurnOrder
+
+T = TypeVar("T")
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -130,14 +132,15 @@ class ReceiveSlot:
         try:
             await self.slots.acquire(self)
         except asyncio.CancelledError:
-            self._release()
+            self.release()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._release()
+        self.release()
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Release the slot before the end of the block."""
         self.slots.release(self)
         self.on_exit()
 
@@ -219,11 +222,21 @@ async def receive_first(requests: AsyncIterator[Any], seconds: float) -> Any:
         InvalidArgument: the call ended without a message.
     """
     try:
-        async with asyncio.timeout(seconds):
-            return await anext(requests)
-    except TimeoutError:
-        raise DeadlineExceeded(f"the call's message did not arrive within {seconds:g} s") from None
+        return await receive_within(anext(requests), seconds)
     except StopAsyncIteration:
         # If the caller cancelled the call, gRPC cancels this handler meanwhile, and no error is logged.
         await asyncio.sleep(CANCEL_TIMEOUT)
         raise InvalidArgument("the call ended without a message") from None
+
+
+async def receive_within(receiving: Awaitable[T], seconds: float) -> T:
+    """Return the message that an awaitable receives.
+
+    Raises:
+        DeadlineExceeded: the message did not arrive within the server's time limit, in seconds.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await receiving
+    except TimeoutError:
+        raise DeadlineExceeded(f"the call's message did not arrive within {seconds:g} s") from None

@@ -155,17 +155,19 @@ class MessageLimits:
         parser: parser of the messages, with the limit on their memory.
         calls: limit on messages of calls that are received at the same time.
         streams: limit on messages of streams that are received at the same time.
+        http_calls: limit on messages of calls over HTTP, which are received on another event loop.
     """
 
     parser: MessageParser
     calls: ReceiveLimiter
     streams: ReceiveLimiter
+    http_calls: ReceiveLimiter
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
         """Return the limits of these settings."""
         parser = MessageParser(settings.max_message_mib * 2**20, MESSAGE_MEMORY // settings.sharing)
-        return cls(parser, ReceiveLimiter(MAX_RECEIVING), ReceiveLimiter(MAX_RECEIVING))
+        return cls(parser, *(ReceiveLimiter(MAX_RECEIVING) for _ in range(3)))
 
 
 class Deserialization:

@@ -175,22 +175,24 @@ class Border:
         state: state of the server.
         authorizer: authorizer of calls; None if they need no token.
         limits: limits on messages.
+        loop: the event loop on which every call runs.
     """
 
     settings: Settings
     state: ServerState
     authorizer: auth.Authorizer | None
     limits: MessageLimits
+    loop: asyncio.AbstractEventLoop
 
     @classmethod
     def of(cls, settings: Settings, state: ServerState) -> Self:
-        """Return the parts that these settings mean.
+        """Return the parts that these settings mean, for calls on the current event loop.
 
         Raises:
             ConfigError: the file of tokens cannot be read.
         """
         authorizer = auth.Authorizer(settings.tokens_file) if settings.tokens_file else None
-        return cls(settings, state, authorizer, MessageLimits.of(settings))
+        return cls(settings, state, authorizer, MessageLimits.of(settings), asyncio.get_running_loop())
 
 
 def build(border: Border, health_servicer: HealthServicer, inference: oip.InferenceServicer) -> grpc.aio.Server:

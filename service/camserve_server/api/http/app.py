@@ -16,6 +16,7 @@ from camserve import assets, connect
 from camserve.assets import Asset
 from camserve_server.api.grpc_server import Border, Health
 from camserve_server.api.http import endpoints
+from camserve_server.api.http.loops import run_on
 from camserve_server.api.http.origins import OriginCheck
 from camserve_server.api.inprocess import services_with
 
@@ -30,7 +31,7 @@ def build(border: Border, health: Health) -> Starlette:
     app = Starlette(
         routes=[
             *endpoints.routes(border, services_with(border.state)),
-            Route("/health", partial(_health, health)),
+            Route("/health", partial(_health, border, health)),
             *_pages(),
         ],
         middleware=[Middleware(cast("Any", OriginCheck), border.settings)],
@@ -54,9 +55,13 @@ async def _asset(asset: Asset, request: Request) -> Response:
     return Response(body, headers=headers)
 
 
-async def _health(health: Health, _request: Request) -> Response:
-    """Return what the health check of gRPC says of the server as a whole."""
-    status, code = ("SERVING", 200) if health.serving else ("NOT_SERVING", 503)
+async def _health(border: Border, health: Health, _request: Request) -> Response:
+    """Return what the health check of gRPC says of the server as a whole, if the event loop of calls runs."""
+
+    async def serving() -> bool:
+        return health.serving
+
+    status, code = ("SERVING", 200) if await run_on(border.loop, serving()) else ("NOT_SERVING", 503)
     return JSONResponse({"status": status}, code, {"cache-control": "no-store"})
 
 

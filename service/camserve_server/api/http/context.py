@@ -1,10 +1,14 @@
-"""Context of an HTTP call, with the methods of `grpc.aio.ServicerContext` that the services use."""
+"""Context of an HTTP call, with the methods of `grpc.aio.ServicerContext` that the services use.
+
+The services call these methods on the event loop of calls. The rest of a context runs on that of HTTP.
+"""
 
 import asyncio
 import re
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -13,7 +17,9 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from camserve import connect
+from camserve_server.api.connection_limits import ReceiveSlot, receive_within
 from camserve_server.api.http.forms import Media
+from camserve_server.api.http.loops import run_on
 from camserve_server.core.errors import InvalidArgument, ResourceExhausted
 
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
@@ -45,6 +51,8 @@ class CallFailed(grpc.aio.AbortError):
 class HttpContext:
     """Context of a call, which reads its request and sends its response.
 
+    Create it in the task of the request, on the event loop of HTTP.
+
     Args:
         scope: scope of the request.
         receive: function that returns the next part of the request.
@@ -54,7 +62,7 @@ class HttpContext:
 
     Attributes:
         headers: headers of the request.
-        deadline: deadline on the event loop's clock, or None.
+        deadline: deadline on the clock of event loops, or None.
         hung_up: True if the caller has closed the connection.
         http_status: HTTP status of a failure; 0 for that of its code.
     """
@@ -65,7 +73,7 @@ class HttpContext:
         self.hung_up, self.http_status = False, 0
         self._client: tuple[str, int] = scope["client"]
         self._receive, self._send, self._media, self._limit = receive, send, media, limit
-        self._task = asyncio.current_task()
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         self._watcher: asyncio.Task[None] | None = None
         self._returned: dict[str, str] = {}
         self._callbacks: list[Callable[[Any], object]] = []
@@ -109,11 +117,11 @@ class HttpContext:
     async def read(self) -> Any:
         """Return the next message, or `grpc.aio.EOF`."""
 
-    def done(self) -> None:
-        """Release what the call holds."""
+    def done(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Release what the call holds on an event loop."""
         self.stop_watching()
         for callback in self._callbacks:
-            callback(self)
+            loop.call_soon_threadsafe(callback, self)
 
     def stop_watching(self) -> None:
         """Ignore from now on that the caller hangs up."""
@@ -186,10 +194,30 @@ class HttpContext:
 class UnaryContext(HttpContext):
     """Context of a call with one message."""
 
+    _message: bytes | None = None
+    _slot: ReceiveSlot | None = None
+
+    @asynccontextmanager
+    async def received(self, slot: ReceiveSlot, seconds: float) -> AsyncIterator[None]:
+        """Receive the message before the block. The slot is held until `read` has taken the message, or the block ends.
+
+        Raises:
+            ServiceError: the message is too large, or it did not arrive within this time.
+        """
+        async with slot as self._slot:
+            self._message = await receive_within(self._receive_message(), seconds)
+            slot.received = True
+            yield
+
     async def read(self) -> Any:
         """Return the message, or `grpc.aio.EOF` if it was returned before."""
-        if self._watcher:
+        if self._message is None or self._slot is None:
             return grpc.aio.EOF
+        message, self._message = self._message, None
+        self._loop.call_soon_threadsafe(self._slot.release)
+        return message
+
+    async def _receive_message(self) -> bytes:
         if int(self.headers.get("content-length", "0")) > self._limit:
             self._refuse_size()
         body = bytearray()
@@ -218,6 +246,13 @@ class StreamContext(HttpContext):
 
     async def read(self) -> Any:
         """Return the next message, or `grpc.aio.EOF` after the last one."""
+        if not self._messages:
+            await run_on(self._loop, self._receive_messages())
+        message = self._messages.popleft()
+        return grpc.aio.EOF if message is None else message
+
+    async def _receive_messages(self) -> None:
+        """Receive parts of the request until they make a message."""
         try:
             while not self._messages:
                 if (part := await self._read_part()) is None:
@@ -228,11 +263,12 @@ class StreamContext(HttpContext):
             self._refuse_size()
         except connect.InvalidFrame as error:
             raise InvalidArgument(str(error)) from None
-        message = self._messages.popleft()
-        return grpc.aio.EOF if message is None else message
 
     async def write(self, reply: Message) -> None:
-        """Send a reply."""
+        """Send a reply, and return when nearly all of it has left this process."""
+        await run_on(self._loop, self._send_reply(reply))
+
+    async def _send_reply(self, reply: Message) -> None:
         data = await self._encode(reply)
         await self._start_stream()
         await self._send_part(data + b"\n" if self._in_lines else connect.envelope(data))
@@ -260,7 +296,7 @@ class StreamContext(HttpContext):
 
 
 def _deadline(headers: Headers) -> float | None:
-    """Return the deadline on the event loop's clock; None without a valid timeout."""
+    """Return the deadline on the clock of event loops; None without a valid timeout."""
     value = headers.get("connect-timeout-ms", "")
     return asyncio.get_running_loop().time() + int(value) / 1e3 if TIMEOUT.fullmatch(value) else None
 

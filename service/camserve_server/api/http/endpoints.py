@@ -1,9 +1,13 @@
-"""ASGI endpoints of the RPCs: each call runs the servicer's own method, with the limits and tokens of gRPC."""
+"""ASGI endpoints of the RPCs: each call runs the servicer's own method, with the limits and tokens of gRPC.
+
+An endpoint runs on the event loop of HTTP. The servicer's method runs on that of calls, and gets complete messages.
+"""
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -17,12 +21,13 @@ from camserve_server.api.deserialization import Deserialization
 from camserve_server.api.grpc_server import Border
 from camserve_server.api.http.context import CallFailed, HttpContext, StreamContext, UnaryContext, check_protocol
 from camserve_server.api.http.forms import STREAMS, UNARY, Media
+from camserve_server.api.http.loops import run_on
 from camserve_server.api.inprocess import Services
-from camserve_server.api.rpc import Context, rpc_scope
+from camserve_server.api.rpc import Context, caller_of, rpc_scope
 from camserve_server.core import logs
 from camserve_server.core.errors import InvalidArgument, ServiceError
 
-Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
+Behaviour: TypeAlias = Callable[[Any, Context], Coroutine[Any, Any, Any]]
 
 UNSUPPORTED_MEDIA_TYPE = 415
 IDENTITY = "identity"
@@ -82,7 +87,7 @@ class Endpoint:
             if not context.hung_up:
                 raise
         finally:
-            context.done()
+            context.done(self._border.loop)
 
     @abstractmethod
     def _context(self, *args: Any) -> Any: ...
@@ -111,12 +116,20 @@ class Endpoint:
     async def _run_behaviour(self, context: Any, media_type: str) -> Any:
         try:
             check = self._admit(context, media_type)
+            async with self._received(context):
+                work = self._behaviours[media_type](Messages(context, check), context)
+                return await run_on(self._border.loop, work)
         except ServiceError as error:
             refusal = error.with_traceback(None)
-        else:
-            return await self._behaviours[media_type](Messages(context, check), context)
+        return await run_on(self._border.loop, self._refuse(context, refusal))
+
+    def _received(self, _context: Any) -> AbstractAsyncContextManager[None]:
+        """Return a context manager that receives what the servicer's method does not read itself."""
+        return nullcontext()
+
+    async def _refuse(self, context: Any, error: ServiceError) -> NoReturn:
         async with rpc_scope(self._border.state, context, self._rpc.name):
-            raise refusal
+            raise error
 
     def _admit(self, context: HttpContext, media_type: str) -> Callable[[], object]:
         """Check token and headers of a call; return the check for each of its messages.
@@ -154,6 +167,10 @@ class UnaryEndpoint(Endpoint):
 
     def _deserialized(self, media: Media, behaviour: Behaviour) -> Behaviour:
         return self._deserialization(media).unary(behaviour)
+
+    def _received(self, context: UnaryContext) -> AbstractAsyncContextManager[None]:
+        slot = self._border.limits.http_calls.slot(caller_of(cast("Any", context)), context.peer())
+        return context.received(slot, self._border.state.idle)
 
     async def _serve(self, context: UnaryContext, media_type: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The HTTP server: sockets, TLS, start and stop, on the event loop of the gRPC server."""
+"""The HTTP server: sockets, TLS, start and stop. Its event loop has a thread of its own, and calls run on gRPC's."""
 
 import asyncio
 import contextlib
@@ -16,6 +16,7 @@ from camserve_server.api import auth
 from camserve_server.api.connection_limits import HANDSHAKE_TIMEOUT
 from camserve_server.api.grpc_server import Border, Health
 from camserve_server.api.http import app
+from camserve_server.api.http.loops import LoopThread, run_on
 from camserve_server.api.http.protocol import Connection
 from camserve_server.core import logs
 
@@ -59,12 +60,17 @@ class HttpServer:
         self._config.load()
         self._tls = auth.https_context(settings) if settings.tls_cert else None
         self._state = UvicornState()
+        self._thread: LoopThread | None = None
         self._servers: list[asyncio.Server] = []
         self._accepting: dict[socket.socket, asyncio.Task[None]] = {}  # by the socket that listens
         self._handshakes: set[asyncio.Task[None]] = set()
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
-        """Listen on sockets."""
+        """Listen on sockets, on an event loop in a thread of its own."""
+        self._thread = LoopThread("camserve-http")
+        await run_on(self._thread.loop, self._listen(sockets))
+
+    async def _listen(self, sockets: Sequence[socket.socket]) -> None:
         loop = asyncio.get_running_loop()
         for listening in sockets:
             if self._tls is None:
@@ -122,11 +128,21 @@ class HttpServer:
     @property
     def unwritten(self) -> int:
         """The number of connections with data that the system has not taken yet."""
-        buffers = (connection.transport.get_write_buffer_size() for connection in self._state.connections)
+        connections = list(self._state.connections)  # copied at once: its thread adds and removes connections
+        buffers = (connection.transport.get_write_buffer_size() for connection in connections)
         return sum(size > 0 for size in buffers)
 
     async def stop(self, seconds: float) -> None:
-        """Close the sockets and idle connections, complete the responses, and close all connections after a time."""
+        """Close the sockets and idle connections, complete the responses, and close all connections after a time.
+
+        Then the thread ends.
+        """
+        if self._thread:
+            await run_on(self._thread.loop, self._close(seconds))
+            thread, self._thread = self._thread, None
+            await thread.close()
+
+    async def _close(self, seconds: float) -> None:
         for server in self._servers:
             server.close()
         for task in (*self._accepting.values(), *self._handshakes):
