@@ -826,7 +826,7 @@ def leave(connection):
 async def test_stop_waits_until_a_reply_has_been_read(serving):
     async with serving(drain_seconds=3600) as server:
         connection = unread(server)
-        await wait_in_loop_until(lambda: server.pipeline.reply_limit.taken)
+        await wait_in_loop_until(lambda: server.pipeline.replies.limit.taken)
         server.stop.requested.set()
         await asyncio.wait((server.task,), timeout=0.5)  # real timeout: a server that waits does not end
         assert not server.task.done()
@@ -841,7 +841,7 @@ async def test_stop_waits_until_a_reply_has_been_read(serving):
 async def test_reply_that_is_not_read_in_time_is_counted_as_lost(serving, caplog):
     async with serving(drain_seconds=0.1) as server:  # real timeout: nobody reads the reply
         connection = unread(server)
-        await wait_in_loop_until(lambda: server.pipeline.reply_limit.taken)
+        await wait_in_loop_until(lambda: server.pipeline.replies.limit.taken)
         server.stop.requested.set()
         await server.task
         leave(connection)

@@ -36,7 +36,7 @@ async def test_warm_up_draws_and_encodes_a_reply_without_a_batch(server, replies
     assert receipts._versions.cache_info().currsize == 1
     assert server.pipeline.batcher.stats == before
     assert server.pipeline.batcher.admitted == 0
-    assert server.pipeline.image_memory.taken == server.pipeline.reply_limit.taken == 0
+    assert server.pipeline.image_memory.taken == server.pipeline.replies.limit.taken == 0
 
 
 async def test_server_is_warm_before_the_first_request(serving, replies):

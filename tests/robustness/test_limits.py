@@ -17,7 +17,7 @@ from camserve_server.core.config import Settings
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
 from camserve_server.scheduling import admission
-from camserve_server.serving import explain, memory
+from camserve_server.serving import memory, replies
 from camserve_server.serving.text_cache import TEXT_CACHE
 from robustness import error_checks, nets
 from support import serving
@@ -112,8 +112,8 @@ def request_limits():
         ("pixels on a side of a picture", f"{MAX_SIDE:,}", "", pictures),
         ("bytes of a reply's pictures", mib(memory.MAX_PICTURES), "", pictures),
         ("memory for decoding and drawing, all requests", mib(memory.IMAGE_MEMORY), "", "the others wait"),
-        ("memory of unsent replies, all callers", mib(memory.REPLY_LIMIT), "", "other pictures are drawn later"),
-        ("wait for memory of a reply", f"{explain.REPLY_TIMEOUT:g} s", "", "RESOURCE_EXHAUSTED"),
+        ("memory of unsent replies, all callers", mib(replies.REPLY_LIMIT), "", "other pictures are drawn later"),
+        ("wait for memory of a reply", f"{replies.REPLY_TIMEOUT:g} s", "", "RESOURCE_EXHAUSTED"),
         ("memory of decoded photos, all requests", mib(memory.PHOTO_BUDGET), "", "the photo is decoded again later"),
         ("methods", f"{limits.methods}", "", f"{INVALID}, `methods`"),
         ("metrics", f"{limits.metrics}", "", f"{INVALID}, `metrics`"),
@@ -197,7 +197,7 @@ def test_security_md_states_the_memory_limits_of_the_code():
     bounds = (
         f"messages {mib(deserialization.MESSAGE_MEMORY)}; inputs, masks and maps {mib(queue)}; "
         f"decoded photos {mib(memory.PHOTO_BUDGET)}; "
-        f"what is being decoded and drawn {mib(memory.IMAGE_MEMORY)}; replies {mib(memory.REPLY_LIMIT)}; "
+        f"what is being decoded and drawn {mib(memory.IMAGE_MEMORY)}; replies {mib(replies.REPLY_LIMIT)}; "
         f"batches on a CPU {SETTINGS.max_batch_mib} MiB"
     )
     receiving = (

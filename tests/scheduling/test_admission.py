@@ -495,6 +495,23 @@ async def test_caller_holds_at_most_twice_what_it_leaves_free():
         assert visitors.holds("a") == 6  # one of those that waited took its place
 
 
+@pytest.mark.parametrize("headroom", [False, True])
+async def test_caller_with_a_long_line_lets_others_have_their_turn(headroom):
+    """Each request takes all that one may have, so that whoever is next holds nothing."""
+    async with visiting(8, headroom=headroom) as visitors:
+        slots = 4 if headroom else 8
+        for _ in range(3):
+            visitors.request("hostile", slots, wait=True)
+        await settle()
+        visitors.request("modest", slots, wait=True)
+        await settle()
+        for _ in range(2):
+            visitors.request("hostile", slots, wait=True)
+            await visitors.release(visitors.order[-1])
+
+        assert visitors.order[:3] == ["hostile", "hostile", "modest"]
+
+
 async def test_large_request_that_waits_lets_small_ones_of_its_caller_pass():
     async with visiting(9, headroom=True) as visitors:
         visitors.request("hostile", 4)

@@ -134,6 +134,27 @@ async def test_function_of_a_cancelled_caller_does_not_start(pool):
     assert await in_thread(pool, len, started) == 0
 
 
+async def test_function_of_a_cancelled_caller_is_not_kept(pool):
+    class Message:
+        pass
+
+    go, message = threading.Event(), Message()
+    gone = weakref.ref(message)
+    running = asyncio.create_task(in_thread(pool, go.wait, 60))
+    waiting = asyncio.create_task(in_thread(pool, id, message))
+    del message
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    del waiting
+    gc.collect()
+
+    assert gone() is None
+    go.set()
+    assert await running
+
+
 @pytest.mark.parametrize("error", [None, ValueError("no")])
 async def test_result_for_a_cancelled_caller_is_dropped_silently(pool, error):
     started, go, unhandled = asyncio.Event(), threading.Event(), []

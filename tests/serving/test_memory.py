@@ -14,7 +14,7 @@ from camserve_server.api.oip.v2 import inference_pb2
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
-from camserve_server.serving import explain
+from camserve_server.serving import replies
 from camserve_server.serving.memory import REPLY_COPIES
 from robustness.http2_flood import NO_WINDOW, Connection
 from support import PHOTOS, serving, wait_until
@@ -171,26 +171,26 @@ def leave(served, connection):
     connection.socket.shutdown(socket.SHUT_RDWR)
     connection.listener.join()
     connection.socket.close()
-    wait_until(lambda: served.pipeline.reply_limit.taken == 0)
+    wait_until(lambda: served.pipeline.replies.limit.taken == 0)
 
 
 def test_reply_that_its_caller_does_not_read_is_counted_until_the_caller_leaves(served, stub):
     connection = unread(served, 2)
-    wait_until(lambda: served.pipeline.reply_limit.taken == 2 * REPLY)
+    wait_until(lambda: served.pipeline.replies.limit.taken == 2 * REPLY)
 
     assert explaining(stub, rendering=DRAWN)().code() is grpc.StatusCode.OK
-    wait_until(lambda: served.pipeline.reply_limit.taken == 2 * REPLY)
+    wait_until(lambda: served.pipeline.replies.limit.taken == 2 * REPLY)
     leave(served, connection)
 
 
 def test_drawing_waits_for_a_caller_that_does_not_read(served, monkeypatch):
     """Meanwhile the requests hold neither room in the queue nor the model, and a new caller is answered."""
-    monkeypatch.setattr(served.pipeline.reply_limit, "_slots", 3 * REPLY)
+    monkeypatch.setattr(served.pipeline.replies.limit, "_slots", 3 * REPLY)
     connection = unread(served, 4, source="127.0.0.2")
-    wait_until(lambda: served.do(served.pipeline.reply_limit._waiting.total) == 2 * REPLY)
+    wait_until(lambda: served.do(served.pipeline.replies.limit._waiting.total) == 2 * REPLY)
     batcher, held = served.pipeline.batcher, served.pipeline.repository._registry
 
-    assert served.pipeline.reply_limit.taken == 2 * REPLY
+    assert served.pipeline.replies.limit.taken == 2 * REPLY
     wait_until(lambda: served.do(lambda: (batcher.admitted, batcher._memory.taken)) == (0, 2 * IMAGE))
     assert not served.do(lambda: sum(held._holders.values()))
     with grpc.insecure_channel(served.address) as channel:
@@ -200,15 +200,42 @@ def test_drawing_waits_for_a_caller_that_does_not_read(served, monkeypatch):
 
 
 def test_reply_does_not_wait_for_ever_for_others_to_be_read(served, stub, monkeypatch):
-    monkeypatch.setattr(served.pipeline.reply_limit, "_slots", 3 * REPLY)
+    monkeypatch.setattr(served.pipeline.replies.limit, "_slots", 3 * REPLY)
     connection = unread(served, 2)
-    wait_until(lambda: served.pipeline.reply_limit.taken == 2 * REPLY)
-    monkeypatch.setattr(explain, "REPLY_TIMEOUT", 0)
+    wait_until(lambda: served.pipeline.replies.limit.taken == 2 * REPLY)
+    monkeypatch.setattr(replies, "REPLY_TIMEOUT", 0)
     error = explaining(stub, rendering=DRAWN)().exception()
 
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "earlier replies have not been read" in error.details()
     leave(served, connection)
+
+
+def test_caller_that_does_not_read_loses_its_connection_when_others_wait(served, monkeypatch):
+    monkeypatch.setattr(served.pipeline.replies.limit, "_slots", 3 * REPLY)
+    connection = unread(served, 2, source="127.0.0.2")
+    wait_until(lambda: connection.statuses == 2)  # both replies are on their way
+    times = {"STALL_TIME": 0, "STALL_RATE": math.inf, "CHECK_INTERVAL": 0.01}  # real timeout: it expires, early or late
+    for name, value in times.items():
+        monkeypatch.setattr(replies, name, value)
+    with grpc.insecure_channel(served.address) as channel:
+        call = explaining(explain_pb2_grpc.ExplainServiceStub(channel), rendering=DRAWN)()
+
+        assert call.code() is grpc.StatusCode.OK
+    connection.listener.join()
+    connection.socket.close()
+    wait_until(lambda: served.pipeline.replies.limit.taken == 0)
+
+
+def test_reply_counts_as_unread_only_after_the_time_that_a_slow_caller_needs():
+    size = 4 * replies.STALL_RATE
+    slow = replies.UntilSent("ipv4:127.0.0.2:1")
+    slow.ready = 100.0
+    unsent = replies._Unsent(size, "slow", slow)
+
+    assert not unsent.is_stalled(100 + replies.STALL_TIME + 4)
+    assert unsent.is_stalled(100 + replies.STALL_TIME + 4.1)
+    assert not replies._Unsent(size, "drawing", replies.UntilSent()).is_stalled(1e9)
 
 
 def inference(count, channels=3):
@@ -222,13 +249,13 @@ def test_reply_of_modelinfer_is_counted_until_the_caller_leaves(served):
     connection = unread(served, 2, "inference.GRPCInferenceService/ModelInfer", inference(3))
     wait_until(lambda: connection.statuses == 2)  # both replies are on their way
 
-    assert served.pipeline.reply_limit.taken >= 2 * 3 * REPLY_COPIES * 32 * 32
+    assert served.pipeline.replies.limit.taken >= 2 * 3 * REPLY_COPIES * 32 * 32
     leave(served, connection)
 
 
 def test_stream_of_modelinfer_is_answered_in_order_though_replies_wait_for_memory(served, monkeypatch):
     """A later reply never holds memory that an earlier one waits for."""
-    limit, sizes = served.pipeline.reply_limit, []
+    limit, sizes = served.pipeline.replies.limit, []
     take = limit._take
     monkeypatch.setattr(limit, "_take", lambda caller, size: (take(caller, size), sizes.append(size)))
     requests = [inference(1 + 7 * (number % 2)) for number in range(12)]
@@ -246,7 +273,7 @@ def test_stream_of_modelinfer_is_answered_in_order_though_replies_wait_for_memor
 
     assert [reply.infer_response.id for reply in replies] == [request.id for request in requests]
     assert not any(reply.error_message for reply in replies)
-    wait_until(lambda: served.pipeline.reply_limit.taken == 0)
+    wait_until(lambda: served.pipeline.replies.limit.taken == 0)
 
 
 @pytest.mark.parametrize(

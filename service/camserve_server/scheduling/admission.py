@@ -11,7 +11,7 @@ its last request.
 Memory that is held until somebody else reads or sends has a further rule, which keeps room for callers yet to come: a
 caller may hold at most twice what it leaves free (A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for
 shared-memory packet switches", IEEE/ACM Transactions on Networking 6(2), 1998, section II). One caller that never lets
-go leaves a third of the memory, and sixteen leave a thirty-third.
+go leaves a third of the memory, and another one after it a third of that: see `serving.replies`.
 """
 
 import asyncio
@@ -326,6 +326,8 @@ class Admission:
                 return  # the slots are kept for it, so that small requests cannot keep a large one out
             self._remove_waiter(caller, waiter)
             self._take(caller, waiter.slots)
+            if caller in self._waiters:  # it has had its turn: of callers that hold as much, the others are before it
+                self._waiters[caller] = self._waiters.pop(caller)
             waiter.decided.set_result(None)
 
     def _next_caller(self, share: int) -> str | None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -67,12 +68,16 @@ async def in_thread(threads: Threads, function: Callable[P, T], /, *args: P.args
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
+    waiting = [partial(function, *args, **kwargs)]  # emptied when this call is cancelled: the queue keeps `work` longer
+    del function, args, kwargs
 
     def work() -> None:
-        if done.cancelled():
+        try:
+            run = waiting.pop()
+        except IndexError:  # cancelled
             return
         try:
-            result = function(*args, **kwargs)
+            result = run()
         except BaseException as error:  # noqa: BLE001 -- any error is passed on to the caller
             # The traceback must not contain this frame, which refers to the future: that cycle would keep the
             # function's arguments in memory until the next garbage collection.
@@ -83,7 +88,10 @@ async def in_thread(threads: Threads, function: Callable[P, T], /, *args: P.args
             loop.call_soon_threadsafe(_set_result, done, result)
 
     threads.submit(work)
-    return await done
+    try:
+        return await done
+    finally:
+        waiting.clear()
 
 
 def _set_result(done: asyncio.Future[Any], result: object) -> None:

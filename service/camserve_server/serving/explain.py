@@ -20,7 +20,6 @@ from functools import partial
 from typing import ParamSpec, TypeAlias, TypeVar
 
 from camserve_server import jobs
-from camserve_server.core.errors import ResourceExhausted
 from camserve_server.core.limits import Limits
 from camserve_server.engine.values import Row
 from camserve_server.imaging import images, render
@@ -31,6 +30,7 @@ from camserve_server.scheduling.threads import in_thread
 from camserve_server.serving import memory
 from camserve_server.serving.drawing import draw_and_reply, estimate_reply, memory_to_draw
 from camserve_server.serving.photos import PreparedPhoto, prepare_photo
+from camserve_server.serving.replies import Replies, UntilSent
 from camserve_server.serving.repository import ModelRepository
 from camserve_server.serving.requests import ExplainRequest
 from camserve_server.serving.results import ExplainResult, ModelPrediction, Timing
@@ -39,8 +39,6 @@ from camserve_server.telemetry import IN_PROCESS, Origin, RequestTimings, Reques
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-REPLY_TIMEOUT = 300.0  # seconds for which a reply waits for memory that others hold until their callers read them
 
 Compute: TypeAlias = Callable[[PreparedPhoto, jobs.Submit], Awaitable[jobs.JobResult]]
 """Computes the explanations of a photo. The second argument is the function that runs rows in batches."""
@@ -105,7 +103,7 @@ class Pipeline:
         limits: limits on one request.
         photo_budget: memory for decoded photos that are kept until their maps are drawn.
         image_memory: memory for photos being decoded and pictures being drawn.
-        reply_limit: memory for replies that are not sent yet.
+        replies: memory for replies that are not sent yet.
         origin: the caller and the trace of the request; see `for_caller`.
         text_cache: embeddings of texts.
     """
@@ -116,7 +114,7 @@ class Pipeline:
     limits: Limits
     photo_budget: MemoryBudget = field(default_factory=memory.photo_budget)
     image_memory: Admission = field(default_factory=memory.image_memory)
-    reply_limit: Admission = field(default_factory=memory.reply_limit)
+    replies: Replies = field(default_factory=Replies)
     origin: Origin = IN_PROCESS
     text_cache: TextCache = field(default_factory=TextCache)
 
@@ -128,7 +126,7 @@ class Pipeline:
             trace: trace of the request; None without telemetry.
         """
         shared = (self.repository, self.batcher, self.threads, self.limits)
-        memory_limits = (self.photo_budget, self.image_memory, self.reply_limit)
+        memory_limits = (self.photo_budget, self.image_memory, self.replies)
         return Pipeline(
             *shared, *memory_limits, Origin(caller, trace), self.text_cache
         )  # `replace` takes three times as long
@@ -141,7 +139,7 @@ class Pipeline:
     async def explain(
         self,
         request: ExplainRequest,
-        until_sent: ExitStack,
+        until_sent: UntilSent,
         *,
         encode: Callable[[ExplainResult], T],
         deadline: float = math.inf,
@@ -316,7 +314,7 @@ class Pipeline:
             trace.stage("render", explained.times.computed, explained.times.clock())
         return reply
 
-    async def reserve_reply(self, size: int, until_sent: ExitStack) -> None:
+    async def reserve_reply(self, size: int, until_sent: UntilSent) -> None:
         """Reserve memory for a reply and its copies; wait until there is enough.
 
         Args:
@@ -327,12 +325,7 @@ class Pipeline:
             ResourceExhausted: the caller has not read its earlier replies in time.
         """
         reserved = min(memory.REPLY_COPIES * size, memory.LARGEST_REPLY)
-        try:
-            async with asyncio.timeout(REPLY_TIMEOUT):
-                until_sent.callback(await self.reply_limit.hold(reserved, caller=self.origin.caller, wait=True))
-        except TimeoutError:
-            message = f"there was no memory for the reply for {REPLY_TIMEOUT:g} s: earlier replies have not been read"
-            raise ResourceExhausted(message, retry_after=1.0, shed_reason="replies_unread") from None
+        await self.replies.reserve(reserved, self.origin.caller, until_sent)
 
     def reserve_decoding(self, data: bytes) -> Reservation:
         """Hold memory to decode a photo until the block ends; wait until there is enough."""

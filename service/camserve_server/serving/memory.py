@@ -17,8 +17,7 @@ PHOTO_BUDGET = 32 * 2**20  # bytes of all decoded photos kept; a photo that does
 IMAGE_MEMORY = 160 * 2**20  # bytes of all photos being decoded and pictures being drawn; other requests wait
 MIN_CALLER_SHARE = 8 * 2**20  # bytes of IMAGE_MEMORY that each caller may always use
 MAX_PICTURES = 32 * 2**20  # bytes of the pictures in one reply
-REPLY_LIMIT = 96 * 2**20  # bytes of all unsent replies, with their copies; other requests wait before they are drawn
-LARGEST_REPLY = 32 * 2**20  # bytes of REPLY_LIMIT that one reply counts for at most: larger ones would wait for long
+LARGEST_REPLY = 21 * 2**20  # bytes that one reply counts for at most: so much one caller that does not read leaves
 REPLY_COPIES = 3  # of each reply: the message, its serialised form, and what gRPC holds until it is sent
 
 RGB = 3  # bytes of a pixel
@@ -37,11 +36,6 @@ def photo_budget(processes: int = 1) -> MemoryBudget:
 def image_memory() -> Admission:
     """Return a new limit on the memory of photos being decoded and pictures being drawn; requests wait for it."""
     return Admission(IMAGE_MEMORY, MIN_CALLER_SHARE, line=math.inf)
-
-
-def reply_limit() -> Admission:
-    """Return a new limit on the memory of unsent replies; requests wait for it."""
-    return Admission(REPLY_LIMIT, 0, line=math.inf, headroom=True)
 
 
 def input_bytes(job: jobs.Job, rows: int) -> int:

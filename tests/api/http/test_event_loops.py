@@ -232,7 +232,7 @@ def releases(monkeypatch):
 @pytest.mark.parametrize("reads", [True, False], ids=["read", "hung up"])
 def test_memory_of_a_reply_is_held_until_it_is_sent_or_its_caller_hangs_up(reads, serve, releases):
     with serve() as served:
-        limit, thread = served.pipeline.reply_limit, served.do(threading.get_ident)
+        limit, thread = served.pipeline.replies.limit, served.do(threading.get_ident)
         with unread(served) as connection:
             wait_until(lambda: limit.taken)
             for _ in range(20):
