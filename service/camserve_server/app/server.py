@@ -180,7 +180,7 @@ async def serve(
                 port = port or await server.open_ports(settings)
                 log.info("serving", extra=logs.fields(port=port, models=",".join(pipeline.models)))
                 ready(port, pipeline)
-                await stop.requested.wait()
+                await server.wait(stop)
                 await server.drain(settings.drain_seconds, stop, port)
         finally:
             await server.stop()
@@ -233,6 +233,20 @@ class _Server:
         """Accept requests for a pipeline."""
         self.state.pipeline = pipeline
         self.health.set_warm(warm=True)
+
+    async def wait(self, stop: grpc_server.Stop) -> None:
+        """Wait until a stop is requested; stop at once if gRPC ends by itself, which only a new process repairs."""
+        requested = asyncio.ensure_future(stop.requested.wait())
+        # Without a timeout, the end of this wait would end gRPC's own future, too.
+        ended = asyncio.ensure_future(self.grpc.wait_for_termination(threading.TIMEOUT_MAX))
+        try:
+            await asyncio.wait((requested, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not stop.requested.is_set():
+                log.error("gRPC has ended by itself", exc_info=ended.exception())
+                stop.stop_now.set()
+        finally:
+            requested.cancel()
+            ended.cancel()
 
     async def drain(self, seconds: float, stop: grpc_server.Stop, port: int) -> None:
         """Turn the health to NOT_SERVING, and drain the server on this port; see `grpc_server.drain`."""
