@@ -85,6 +85,9 @@ SECURITY_HEADERS: Mapping[str, str] = {
 """Headers of every response. A page runs only scripts of its own origin, and no other page may embed it."""
 
 MAX_REASON = 300  # characters of a message of the JSON library; it may quote the request
+MAX_EMPTY_LINES = 500
+"""Empty lines between two messages of a stream in lines; more are refused, because each takes time."""
+
 COMPRESSED, END_OF_STREAM = 0b01, 0b10  # flags of an envelope
 _HEAD = struct.Struct(">BI")  # flags and length of an envelope
 
@@ -103,7 +106,7 @@ class InvalidJson(ValueError):
 
 
 class InvalidFrame(ValueError):
-    """A stream ended within a message."""
+    """A stream cannot be split into messages, or ended within one."""
 
 
 class FrameTooLong(InvalidFrame):
@@ -342,41 +345,46 @@ class Envelopes:
 
 
 class Lines:
-    """Splitter of a stream with one JSON message on each line. Empty lines are ignored.
+    """Splitter of a stream with one JSON message on each line. A few empty lines between messages are ignored.
 
     Args:
         limit: The largest size of a message in bytes.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._buffer, self._searched = limit, bytearray(), 0
+        self._limit, self._rest, self._empty = limit, bytearray(), 0
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the messages that are complete with this data.
 
         Raises:
             FrameTooLong: A message is longer than the limit.
+            InvalidFrame: There are more than `MAX_EMPTY_LINES` empty lines in a row.
         """
-        self._buffer += data
-        while (end := self._buffer.find(b"\n", self._searched)) >= 0:
-            line = bytes(memoryview(self._buffer)[:end]).strip()
-            del self._buffer[: end + 1]
-            self._searched = 0
-            yield from self._checked(line)
-        self._searched = len(self._buffer)
-        if self._searched > self._limit:
+        first, *others = data.split(b"\n")
+        self._rest += first
+        if others:
+            yield from self._checked((bytes(self._rest), *others[:-1]))
+            self._rest = bytearray(others[-1])
+        if len(self._rest) > self._limit:
             raise FrameTooLong(_too_long(self._limit))
 
     def end(self) -> Iterator[bytes]:
         """Yield the last message, if its line does not end."""
-        line, self._buffer = bytes(self._buffer).strip(), bytearray()
-        yield from self._checked(line)
+        line, self._rest = bytes(self._rest), bytearray()
+        yield from self._checked((line,) if line else ())
 
-    def _checked(self, line: bytes) -> Iterator[bytes]:
-        if len(line) > self._limit:
-            raise FrameTooLong(_too_long(self._limit))
-        if line:
-            yield line
+    def _checked(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+        for line in map(bytes.strip, lines):
+            if line:
+                if len(line) > self._limit:
+                    raise FrameTooLong(_too_long(self._limit))
+                self._empty = 0
+                yield line
+            elif self._empty == MAX_EMPTY_LINES:
+                raise InvalidFrame(f"the stream has more than {MAX_EMPTY_LINES:,} empty lines in a row")
+            else:
+                self._empty += 1
 
 
 def _too_long(limit: int) -> str:

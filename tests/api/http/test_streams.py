@@ -203,3 +203,25 @@ def test_messages_of_any_size_of_parts_are_split_alike():
             split = splitter(20)
             parts = [data[start : start + size] for start in range(0, len(data), size)]
             assert [each for part in parts for each in split.feed(part)] + list(split.end()) == messages
+
+
+@pytest.mark.parametrize("empty", [b"\n", b"\r\n", b" \n"])
+@pytest.mark.parametrize("size", [1, 7, 1 << 16])
+def test_empty_lines_between_messages_are_limited(size, empty):
+    def split(data):
+        lines = connect.Lines(20)
+        return [each for at in range(0, len(data), size) for each in lines.feed(data[at : at + size])]
+
+    most = empty * connect.MAX_EMPTY_LINES
+
+    assert split((b"{}\n" + most) * 3) == [b"{}"] * 3
+    with pytest.raises(connect.InvalidFrame, match="more than 500 empty lines in a row"):
+        split(b"{}\n" + most + empty)
+
+
+def test_stream_of_line_ends_is_refused(serve):
+    with serve() as served:
+        response = post(served.http_port, STREAM, b"\n" * (1 << 20), connect.NDJSON)
+
+    assert response.status == 400
+    assert b"empty lines" in response.body
