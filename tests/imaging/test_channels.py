@@ -102,6 +102,29 @@ def test_npy_keeps_every_value_of_every_channel(dtype):
             assert np.array_equal(found, values.reshape(*SIZE, -1))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"{'descr': '|u1', 'fortran_order': False, 'shape': (33, 47), }      \n",
+        b'{"shape":(33,47,),"descr":"|u1","fortran_order":False}',
+        b" {\n'fortran_order' : False ,\n'shape' : ( 33 , 47 ) ,\n'descr' : 'uint8' }\n",
+    ],
+)
+def test_header_of_an_npy_file_may_be_in_any_order(text):
+    assert images.decode(header(text), LIMITS, 1).shape == (*SIZE, 1)
+
+
+def test_header_of_an_npy_file_is_not_run_by_python(monkeypatch):
+    monkeypatch.setattr("ast.literal_eval", None)
+    monkeypatch.setattr("builtins.compile", None)
+
+    assert images.decode(npy(array("uint8")), LIMITS, 1).any()
+    for text in (b"1" + b"|1" * 2047, b"{" + b"1:1," * 1000 + b"}", b"{" + b" " * 4090 + b"}", b"(" * 4000):
+        with pytest.raises(InvalidArgument, match="the NPY file is truncated or broken") as caught:
+            images.decode(header(text), LIMITS, 1)
+        assert type(caught.value.__cause__) is ValueError
+
+
 def test_grey_png_keeps_16_bits_for_a_model_of_one_channel():
     values = array("uint16")
     file = by_pillow(values, "PNG")
@@ -222,6 +245,11 @@ REFUSED = {
         1,
         "the NPY file is truncated or broken",
     ),
+    "a key twice": (
+        header(b"{'descr': '|u1', 'shape': (33, 47), 'shape': (33, 47)}"),
+        1,
+        "the NPY file is truncated or broken",
+    ),
     "operators": (header(b"-" * 4000 + b"1"), 1, "the NPY file is truncated or broken"),
     "side": (npy(np.zeros((1, 20000), np.uint8)), 1, "16,384 on a side are accepted"),
 }
@@ -234,13 +262,56 @@ def test_file_that_does_not_fit_is_refused_with_a_reason(file, count, words):
 
     assert caught.value.field == "image"
     assert len(caught.value.message) < 200
-    assert images.memory_to_decode(file) >= 0
+    assert images.memory_to_decode(file, LIMITS, count) >= 0
 
 
 def test_memory_of_a_tile_larger_than_its_page_is_counted():
     file = tiff(np.zeros((16, 16), np.uint8), tile=(1024, 2048), compression="zlib")
 
-    assert images.memory_to_decode(file) >= 3 * 1024 * 2048
+    assert images.memory_to_decode(file, LIMITS, 1) >= 3 * 1024 * 2048
+
+
+PLAIN_GREY = np.zeros((64, 64), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("file", "as_float", "each"),
+    [
+        (tiff(PLAIN_GREY), False, 1 * 3 + 3),  # repeated, and shown
+        (tiff(PLAIN_GREY), True, 3 + 4 * 3),
+        (npy(PLAIN_GREY.astype(np.uint16)), False, 2 * 3 + 4 * 3),
+        (tiff(np.stack([PLAIN_GREY] * 3)), False, 3 * 3),
+        (tiff(np.stack([PLAIN_GREY] * 3)), True, 3 + 4 * 3),
+        (tiff(np.stack([PLAIN_GREY] * 4)), False, 1 * 3 + 3),  # the first page alone
+        (npy(np.zeros((64, 64, 3), np.float32)), False, 3 * 4 * 3),
+    ],
+)
+def test_memory_counts_pages_repeated_grey_and_float32(file, as_float, each):
+    assert images.memory_to_decode(file, LIMITS, as_float=as_float) == each * PLAIN_GREY.size
+
+
+def test_file_that_is_refused_for_its_size_needs_no_memory():
+    for file in (tiff(PLAIN_GREY), npy(PLAIN_GREY), by_pillow(PLAIN_GREY, "PNG"), by_pillow(PLAIN_GREY, "JPEG")):
+        assert images.memory_to_decode(file, Limits(pixels=64 * 64))
+        assert not images.memory_to_decode(file, Limits(pixels=64 * 64 - 1))
+        assert not images.memory_to_decode(file, Limits(side=63))
+    assert not images.memory_to_decode(BOMBS["a large tile without compression"][0], LIMITS, 1)
+
+
+def test_tiff_of_more_parts_than_rows_of_the_tallest_picture_is_refused(monkeypatch):
+    values = np.zeros((3, 64, 64), np.uint8)
+    file = tiff(values, rowsperstrip=1)
+    tiles = tiff(values, tile=(16, 16), compression="zlib", planarconfig="separate")
+    assert LIMITS.side == channels._MAX_PARTS
+
+    monkeypatch.setattr(channels, "_MAX_PARTS", 3 * 64)
+    assert not images.decode(file, LIMITS).any()
+    monkeypatch.setattr(channels, "_MAX_PARTS", 3 * 64 - 1)
+    with pytest.raises(InvalidArgument, match="the TIFF file has 192 strips or tiles: 191 are accepted"):
+        images.decode(file, LIMITS)
+    monkeypatch.setattr(channels, "_MAX_PARTS", 3 * 16 - 1)
+    with pytest.raises(InvalidArgument, match="the TIFF file has 48 strips or tiles"):
+        images.decode(tiles, LIMITS)
 
 
 def inflating():
@@ -316,6 +387,34 @@ def test_input_equals_torchvision_in_float64(dtype, count, interpolation):
     assert found.dtype == np.float32
     assert error_ratio(found, torchvision_input(torch.float32), torchvision_input(torch.float64)) <= 1
     assert box.bottom - box.top == pytest.approx(16 * 33 / 20)
+
+
+def transform_in_one(photo, bands, window):
+    """Return a picture of a photo whose values are all transformed at once."""
+    shown = photo[:, :, list(bands)]
+    low, high = window or (float(shown.min()), float(shown.max()))
+    scaled = (shown.astype(np.float32) - np.float32(low)) * np.float32(255 / max(high - low, 1e-30))
+    return np.broadcast_to(scaled.round().clip(0, 255).astype(np.uint8), (*shown.shape[:2], 3))
+
+
+@pytest.mark.parametrize("shape", [(1, 70_000), (70_000, 1), (300, 500)])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+def test_picture_and_unit_take_no_copy_of_the_values_in_other_types(dtype, shape):
+    """Every bit is that of the plain formula, and only the result and a strip of the photo take memory."""
+    photo = np.resize(array(dtype, 3), (*shape, 3))
+    for bands, window in (((0, 1, 2), None), ((2,), (0.1, 200.3)), ((2, 0, 0), (5, 5))):
+        if (dtype, window) == ("uint8", None):
+            continue
+        found, peak = fork_server.call(fork_server.allocating, channels.picture, photo, bands, window)
+
+        assert np.array_equal(found, transform_in_one(photo, bands, window))
+        assert peak <= found.nbytes + 24 * 3 * max(channels._STRIP, shape[1])
+
+    found, peak = fork_server.call(fork_server.allocating, channels.as_unit, photo, (-3.3, 1000.7))
+    expected = (photo.astype(np.float32) - np.float32(-3.3)) / np.float32(1000.7 - -3.3)
+
+    assert found.tobytes() == expected.tobytes()
+    assert peak <= found.nbytes + 10_000
 
 
 def test_constant_values_and_windows_of_no_width_give_a_black_picture():

@@ -13,6 +13,7 @@ import camserve
 import camserve_server
 from as_written import PREPROCESS, SIZE, plain
 from camserve_server import Explainer
+from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
 from camserve_server.models import Source
 from models.test_as_written import OPTIONS
@@ -84,9 +85,12 @@ def test_photo_of_16_bits_without_a_range_has_the_upper_8(explainer):
     assert score(explainer, png(COLOURS)) == score(explainer, (COLOURS >> 8).astype(np.uint8))
 
 
-def test_memory_to_decode_16_bits_is_twice_as_much():
-    eight = cv2.imencode(".png", (COLOURS >> 4).astype(np.uint8))[1].tobytes()
-    assert images.memory_to_decode(png(COLOURS)) == 2 * images.memory_to_decode(eight)
+def test_values_that_become_float32_count():
+    eight, pixels = cv2.imencode(".png", (COLOURS >> 4).astype(np.uint8))[1].tobytes(), COLOURS[:, :, 0].size
+    assert images.memory_to_decode(eight, Limits()) == 6 * pixels
+    assert images.memory_to_decode(eight, Limits(), as_float=True) == (3 + 12) * pixels
+    assert images.memory_to_decode(png(COLOURS), Limits()) == 6 * pixels
+    assert images.memory_to_decode(png(COLOURS), Limits(), as_float=True) == (6 + 12) * pixels
 
 
 EIGHT_BITS = (COLOURS >> 4).astype(np.uint8)

@@ -388,6 +388,15 @@ def test_jpeg_of_many_scans_is_refused():
         images.decode(progressive_with_scans(1000), LIMITS)
 
 
+def test_larger_jpeg_may_have_fewer_scans():
+    """Twenty scans are accepted at any size."""
+    pixels = 120 * 161
+    for limit, more in ((pixels, 10), (2 * pixels, 30)):
+        assert images.decode(progressive_with_scans(more), Limits(pixels=limit)).size
+        with pytest.raises(InvalidArgument, match=f"of this size with more than {20 * limit // pixels} scans"):
+            images.decode(progressive_with_scans(more + 1), Limits(pixels=limit))
+
+
 def test_bytes_after_a_jpeg_are_not_its_scans():
     """Phones append a video to a photo."""
     photo = saved(PHOTO, "JPEG")

@@ -7,6 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from camserve import connect
 from camserve.v1 import explain_pb2, models_pb2
 from camserve_server import scheduling
 from camserve_server.api import connection_limits, deserialization, health
@@ -15,7 +16,7 @@ from camserve_server.api.http import forms
 from camserve_server.api.rpc import MAX_ID_LENGTH
 from camserve_server.core.config import Settings
 from camserve_server.core.limits import Limits
-from camserve_server.imaging import images
+from camserve_server.imaging import channels, images
 from camserve_server.scheduling import admission
 from camserve_server.serving import memory, replies
 from camserve_server.serving.text_cache import TEXT_CACHE
@@ -70,6 +71,12 @@ def server_limits():
             "",
             "the others wait unread",
         ),
+        (
+            "empty lines in a row, in a stream with a message on each line",
+            f"{connect.MAX_EMPTY_LINES}",
+            "",
+            f"{INVALID}; the stream ends",
+        ),
         ("health watches", f"{health.MAX_WATCHERS:,}", "", "RESOURCE_EXHAUSTED"),
         ("health watches from one address", f"{health.MAX_WATCHERS_PER_ADDRESS}", "", "RESOURCE_EXHAUSTED"),
         ("message of a health watch or a reflection request", f"{health.MAX_MESSAGE_BYTES // 2**10} KiB", "", INVALID),
@@ -106,7 +113,13 @@ def request_limits():
         ("pixels of a photo and of its targets' images", f"{limits.pixels:,}", "max_pixels", f"{INVALID}, the target"),
         ("pixels on a side of a photo", f"{limits.side:,}", "max_side", f"{INVALID}, `image`"),
         ("frames of a photo", "1", "", "the others are ignored"),
-        ("scans of a JPEG", f"{images._MAX_SCANS}", "", f"{INVALID}, `image`"),
+        (
+            "scans of a JPEG",
+            f"{images._MAX_SCANS}, or {images._USUAL_SCANS} of the largest size",
+            "",
+            f"{INVALID}, `image`",
+        ),
+        ("strips or tiles of a TIFF", f"{channels._MAX_PARTS:,}", "", f"{INVALID}, `image`"),
         ("EXIF of a PNG or WebP", f"{images._MAX_EXIF // 2**10} KiB", "", f"{INVALID}, `image`"),
         ("pixels of a request's pictures", f"{limits.drawn_pixels:,}", "max_drawn_pixels", pictures),
         ("pixels on a side of a picture", f"{MAX_SIDE:,}", "", pictures),

@@ -209,7 +209,7 @@ def test_drawing_takes_no_more_memory_than_estimated(options, kind, size):
     found_bytes = sum(drawing._size_of(each) for each in found)
     rendering = replace(request.rendering, regions=None)
 
-    assert peak <= drawing.memory_to_draw(request, prepared) + SMALL
+    assert peak <= drawing.memory_to_draw(request, prepared, Limits()) + SMALL
     assert sum(map(drawing._size_of, found)) <= drawing.estimate_reply(request, prepared, explanations)
     if not rendering.pictures:
         each = memory.region_bytes(request.rendering, size, (224, 224))

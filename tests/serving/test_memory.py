@@ -4,6 +4,8 @@ import contextlib
 import io
 import math
 import socket
+import struct
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -14,8 +16,10 @@ from camserve_server.api.oip.v2 import inference_pb2
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
-from camserve_server.serving import replies
+from camserve_server.imaging.values import Preprocess
+from camserve_server.serving import photos, replies
 from camserve_server.serving.memory import REPLY_COPIES
+from camserve_server.targets.values import MaskTarget, SimilarityTarget
 from robustness.http2_flood import NO_WINDOW, Connection
 from support import PHOTOS, serving, wait_until
 
@@ -288,8 +292,46 @@ def test_stream_of_modelinfer_is_answered_in_order_though_replies_wait_for_memor
     ids=["JPEG", "progressive JPEG", "PNG", "WebP", "BMP"],
 )
 def test_memory_to_decode_is_known_from_the_header(file, each):
-    assert images.memory_to_decode(file) == each * 300 * 200
-    assert images.memory_to_decode(file[:12]) == 0
+    assert images.memory_to_decode(file, Limits()) == each * 300 * 200
+    assert images.memory_to_decode(file[:12], Limits()) == 0
+
+
+def jpeg(marker, components, in_first_scan):
+    """Return the headers of a JPEG of 300 x 200 pixels."""
+    frame = struct.pack(">HBHHB", 8 + 3 * components, 8, 200, 300, components) + bytes(3 * components)
+    scan = struct.pack(">HB", 6 + 2 * in_first_scan, in_first_scan) + bytes(3 + 2 * in_first_scan)
+    return b"\xff\xd8\xff" + bytes((marker,)) + frame + b"\xff\xda" + scan
+
+
+@pytest.mark.parametrize(
+    ("file", "each"),
+    [
+        (jpeg(0xC0, 3, 3), 6),
+        (jpeg(0xC0, 3, 1), 9),
+        (jpeg(0xC0, 4, 4), 6),
+        (jpeg(0xC0, 4, 3), 11),
+        (jpeg(0xC2, 4, 4), 11),
+        (jpeg(0xC2, 1, 1), 6),
+        (encoded("WEBP", save_all=True, append_images=[Image.new("RGB", (300, 200), "white")]), 11),
+    ],
+)
+def test_memory_of_coefficients_and_of_frames_counts(file, each):
+    assert images.memory_to_decode(file, Limits()) == each * 300 * 200
+
+
+def test_memory_of_grey_made_by_pillow_counts():
+    assert images.memory_to_decode(encoded("JPEG"), Limits(), 1) == 8 * 300 * 200
+
+
+def test_memory_for_the_images_of_targets_counts():
+    preprocess = Preprocess((224, 224), 256, "bilinear", (0, 0, 0), (1, 1, 1), value_range=(0, 255))
+    targets = SimilarityTarget(file=encoded("PNG")), MaskTarget(0)
+    request = SimpleNamespace(
+        image=b"",
+        job=SimpleNamespace(model=SimpleNamespace(preprocess=preprocess), targets=targets),
+    )
+
+    assert photos.memory_to_prepare(request, Limits()) == (3 + 12) * 300 * 200
 
 
 class Searches:
@@ -310,7 +352,7 @@ def test_bytes_between_the_segments_of_a_jpeg_are_not_searched_for_long(step, mo
     comment = b"\xff\xfe\0\2"
     file = b"\xff\xd8" + (b"\xff" * step + comment) * ((1 << 23) // step) + encoded("JPEG")[2:]
 
-    assert images.memory_to_decode(file) == 0
+    assert images.memory_to_decode(file, Limits()) == 0
     assert searches.bytes <= images._MAX_FILL + 2 * len(comment) * ((1 << 16) // step + 1)
     with pytest.raises(InvalidArgument):
         images.decode(file, Limits())
@@ -318,12 +360,13 @@ def test_bytes_between_the_segments_of_a_jpeg_are_not_searched_for_long(step, mo
 
 def test_some_bytes_between_the_segments_of_a_jpeg_are_skipped():
     file = encoded("JPEG")
+    more = file[:2] + b"\xff" * 60_000 + file[2:]
 
-    assert images.memory_to_decode(file[:2] + b"\xff" * 60_000 + file[2:]) == images.memory_to_decode(file)
+    assert images.memory_to_decode(more, Limits()) == images.memory_to_decode(file, Limits())
 
 
 def test_file_that_is_no_picture_needs_no_memory_to_decode():
-    assert images.memory_to_decode(b"") == images.memory_to_decode(b"GIF89a") == 0
+    assert images.memory_to_decode(b"", Limits()) == images.memory_to_decode(b"GIF89a", Limits()) == 0
 
 
 def test_pictures_of_too_many_bytes_are_refused(stub, monkeypatch):

@@ -4,13 +4,12 @@ A TIFF file is checked before tifffile reads it. Its directories are read here: 
 may refer to the same bytes. tifffile then gets only the tags that make the picture.
 """
 
-import ast
 import io
 import math
 import re
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -31,7 +30,10 @@ RGB = 3
 MAX_CHANNELS = 512  # of OpenCV's arrays
 _GREY_AXES = 2  # of an array
 _NPY_HEADER = 4096  # bytes
-_NPY_TEXT = re.compile(rb"[\w\s{}()[\],:'\"<>|=]*", re.ASCII)  # without operators: 2000 of them take 0.1 s to parse
+_NPY_ENTRY = re.compile(
+    rb"""['"](descr|fortran_order|shape)['"]\s*:\s*(['"][^'"]{1,16}['"]|\[[^][]*\]|True|False|\([\d,\s]*\))"""
+)
+_NPY_ENTRIES = re.compile(rb"\s*\{\s*(?:%b\s*,\s*){2}%b\s*(?:,\s*)?\}\s*" % ((_NPY_ENTRY.pattern,) * 2))
 _MOST = (1 << 31) - 1  # values along an axis
 _SHAPE_TEXT = 60  # characters of a shape in an error
 
@@ -42,12 +44,16 @@ _PICTURE_TAGS = frozenset(
     | {266, 273, 278, 279, 284, 317, 322, 323, 324, 325}  # order of bits, strips, planes, predictor, tiles
 )
 _PARTS = frozenset((273, 279, 324, 325))  # have a value for each strip or tile
+# Of all pages that are read: one row in each strip of the tallest picture. tifffile takes 12 us for each.
+_MAX_PARTS = 1 << 14
 _STRIP_BYTES, _TILE_WIDTH, _TILE_HEIGHT, _TILE_BYTES = 279, 322, 323, 325
 _LEAST_TILE = 16  # rows and columns, by the specification
 _TYPE_BYTES: Mapping[int, int] = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8}
 _SHORT = 3
 _MAX_TAGS = 1024
-_COPIES = 3
+_COPIES = 3  # of the values, while a file is read
+_FLOAT = 4  # bytes
+_STRIP = 1 << 16  # pixels that become a picture at a time
 _SMALLEST = 1e-30  # width of a window, so that pixels of one value are black
 _RANGES: Mapping[str, tuple[float, float]] = {"uint8": (0, 255), "uint16": (0, 65535), "float32": (0, 1)}
 _WHITE_IS_ZERO, _BLACK_IS_ZERO, _COLOURS = 0, 1, 2
@@ -75,11 +81,9 @@ def npy_shape(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     """
     try:
         header, start = _npy_header(data)
-        shape, columns_first, kind = header["shape"], header["fortran_order"], header["descr"]
-        dtype = np.dtype(kind if isinstance(kind, str) else "void")  # a list of fields
-        if not isinstance(shape, tuple) or not all(type(side) is int for side in shape):
-            raise _broken("NPY")  # noqa: TRY301 -- as all that is wrong with a header
-    except Exception as error:  # Python evaluates the header, which may raise anything
+        kind, shape = header[b"descr"].decode("ascii"), tuple(map(int, re.findall(rb"\d+", header[b"shape"])))
+        dtype = np.dtype("void" if kind.startswith("[") else kind.strip("'\""))  # a list of fields
+    except Exception as error:  # NumPy raises many types for a text that is no type
         raise _broken("NPY") from error
     if dtype.newbyteorder("=").name not in TYPES:
         raise InvalidArgument(
@@ -91,20 +95,24 @@ def npy_shape(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
             f"the NPY file has the shape {found}: [height, width] or [height, width, channels] is accepted",
             field="image",
         )
-    return shape, columns_first is True, dtype, start
+    return shape, header[b"fortran_order"] == b"True", dtype, start
 
 
-def _npy_header(data: bytes) -> tuple[Mapping[str, Any], int]:
-    """Return the header of an NPY file, and where its values start.
+def _npy_header(data: bytes) -> tuple[Mapping[bytes, bytes], int]:
+    """Return the three entries of an NPY file's header, and where its values start.
 
-    NumPy's own function reads a header that is no Python again, as that of Python 2: 4.7 s for one of 3 kB.
+    NumPy has Python parse the header: 30 ms on the event loop for one of 4 KiB, or seconds if it is no Python.
+
+    Raises:
+        ValueError: the header does not have these entries, once each.
     """
     form, at = ("<H", 10) if data[6] == 1 else ("<I", 12)
     (length,) = struct.unpack_from(form, data, 8)
     text = data[at : at + length]
-    if length > _NPY_HEADER or not _NPY_TEXT.fullmatch(text):
+    if length > _NPY_HEADER or not _NPY_ENTRIES.fullmatch(text):
         raise ValueError
-    return ast.literal_eval(text.decode("ascii")), at + length
+    header = {found[1]: found[2] for found in _NPY_ENTRY.finditer(text)}
+    return header, at + length
 
 
 def npy_size(data: bytes) -> Size:
@@ -156,6 +164,7 @@ def _read_pages(data: bytes, channels: int, most: int) -> Photo:
     pages = _pages(data, channels + 1)
     first = pages[0]
     used = pages if len(pages) == channels and all(page.value(_SAMPLES, 1) == 1 for page in pages) else pages[:1]
+    _check_number_of_parts(used)
     for page in used:
         _check_page(page, first)
         _check_parts(page, most)
@@ -165,6 +174,7 @@ def _read_pages(data: bytes, channels: int, most: int) -> Photo:
     _check_bytes(len(used) * first.bytes, most)
     arrays = _read_with_opencv(data, used) or _read_with_tifffile(data, used, most)
     photo: NDArray[Any] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, 2)
+    del arrays  # their memory is needed for the upright photo
     if photo.dtype.name != first.type or photo.shape != (first.value(_HEIGHT), first.value(_WIDTH), own):
         raise _broken("TIFF")
     photo = photo[:, :, :channels] if has_alpha else photo
@@ -301,6 +311,15 @@ def _check_parts(page: _Page, most: int) -> None:
     _check_bytes(_tile_bytes(page), most)
 
 
+def _check_number_of_parts(pages: Sequence[_Page]) -> None:
+    parts = sum(max(page.count(tag) for tag in _PARTS) for page in pages)
+    if parts > _MAX_PARTS:
+        raise InvalidArgument(
+            f"the TIFF file has {parts:,} strips or tiles: {_MAX_PARTS:,} are accepted, so save it with larger ones",
+            field="image",
+        )
+
+
 def _tile_bytes(page: _Page) -> int:
     """Return the bytes of a whole tile, which may be larger than the page; 0 for a page in strips."""
     tile = page.value(_TILE_WIDTH, 0) * page.value(_TILE_HEIGHT, 0)
@@ -388,17 +407,41 @@ def _list(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def memory_to_read(kind: str, data: bytes) -> int:
-    """Return the bytes of memory that reading a file takes, from its header: the values, and two copies of them.
+def memory_to_read(kind: str, data: bytes, channels: int, most: int, *, as_float: bool) -> int:
+    """Return the bytes of memory to read a file, and then to make a model's input or a picture; 0 if it is too large.
+
+    Args:
+        kind: "NPY" or "TIFF".
+        data: the file, of which only headers are read.
+        channels: the number of channels of the model's input.
+        most: largest number of bytes of the pixels.
+        as_float: True if a range of values is asked for, so that those of 8 bits become float32, too.
 
     Raises:
-        ValueError, struct.error, KeyError, InvalidArgument: the header is broken.
+        ValueError, struct.error, KeyError, InvalidArgument: a header is broken.
     """
     if kind == "NPY":
         shape, _, dtype, _ = npy_shape(data)
-        return _COPIES * math.prod(shape) * dtype.itemsize
-    page = _page(data, struct.unpack_from(_order(data) + "I", data, 4)[0])
-    return _COPIES * max(page.bytes, _tile_bytes(page))
+        pixels, own, item, tile = shape[0] * shape[1], math.prod(shape[2:]), dtype.itemsize, 0
+    else:
+        page = _page(data, struct.unpack_from(_order(data) + "I", data, 4)[0])
+        own = page.value(_SAMPLES, 1)
+        own = channels if own == 1 and _has_pages(data, channels) else own
+        pixels, item, tile = page.value(_HEIGHT) * page.value(_WIDTH), page.value(_BITS, 1) // 8, _tile_bytes(page)
+    read = max(pixels * own * item, tile)
+    if read > most:
+        return 0
+    values = pixels * (RGB if (own, channels) == (1, RGB) else own)
+    floats = _FLOAT * values if as_float or item > 1 else 0
+    return max(_COPIES * read, item * values + max(read, floats, RGB * pixels))
+
+
+def _has_pages(data: bytes, count: int) -> bool:
+    """Return True if a TIFF has this number of pages, without reading their tags."""
+    order, at, found = _order(data), 4, 0
+    while (start := struct.unpack_from(order + "I", data, at)[0]) and found <= count:
+        at, found = start + 2 + 12 * struct.unpack_from(order + "H", data, start)[0], found + 1
+    return found == count
 
 
 def with_channels(photo: Photo, channels: int) -> Photo:
@@ -434,7 +477,10 @@ def as_unit(photo: Photo, value_range: tuple[float, float] | None) -> Map:
         value_range: the values that become 0 and 1. Others become values outside of 0 to 1.
     """
     low, high = value_range or _RANGES[photo.dtype.name]
-    return (photo.astype(np.float32) - np.float32(low)) / np.float32(high - low)
+    values: NDArray[np.float32] = photo.astype(np.float32)
+    values -= np.float32(low)
+    values /= np.float32(high - low)
+    return values
 
 
 def normalised(values: Map, mean: Sequence[float], std: Sequence[float]) -> Map:
@@ -466,9 +512,23 @@ def picture(photo: Photo, bands: Sequence[int] = (), window: tuple[float, float]
         return cast("Pixels", photo)
     if any(band >= own for band in bands):
         raise InvalidArgument(f"the image has {count_of(own)}, 0 to {own - 1}", field="rendering.bands")
-    shown = photo[:, :, list(bands) or ([0, 1, 2] if own >= RGB else [0])]
-    if shown.dtype != np.uint8 or window is not None:
-        low, high = window or (float(shown.min()), float(shown.max()))
-        scaled = (shown.astype(np.float32) - np.float32(low)) * np.float32(255 / max(high - low, _SMALLEST))
-        shown = scaled.round().clip(0, 255).astype(np.uint8)
-    return np.ascontiguousarray(np.broadcast_to(shown, (*shown.shape[:2], RGB)))
+    shown = list(bands) or ([0, 1, 2] if own >= RGB else [0])
+    pixels = np.empty((*photo.shape[:2], RGB), np.uint8)
+    scaled = _scaled(photo, shown, window) if photo.dtype != np.uint8 or window is not None else None
+    rows = max(1, _STRIP // photo.shape[1])
+    for strip in (slice(start, start + rows) for start in range(0, len(photo), rows)):
+        values = photo[strip][:, :, shown]
+        pixels[strip] = scaled(values) if scaled else values
+    return pixels
+
+
+def _scaled(
+    photo: Photo, bands: Sequence[int], window: tuple[float, float] | None
+) -> Callable[[NDArray[Any]], NDArray[np.uint8]]:
+    """Return a function that makes bytes of values of a photo, as in `picture`."""
+    low, high = window or (
+        min(float(photo[:, :, band].min()) for band in bands),
+        max(float(photo[:, :, band].max()) for band in bands),
+    )
+    black, factor = np.float32(low), np.float32(255 / max(high - low, _SMALLEST))
+    return lambda values: ((values.astype(np.float32) - black) * factor).round().clip(0, 255).astype(np.uint8)

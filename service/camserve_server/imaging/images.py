@@ -55,8 +55,9 @@ _OTHER_FORMATS = (
 _MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _BASELINE, _SCAN, _END = 0xC0, 0xDA, 0xD9
-# Decoding a scan of a few bytes takes a pass over the whole picture: 25 ms at 50 megapixels. Encoders write 20 at most.
-_MAX_SCANS = 64
+# Decoding a scan takes a pass over the whole picture, even if it has a few bytes: 40 ms at 16 megapixels. Encoders
+# write at most about 20. Smaller pictures may have more, if these take no longer than 20 of the largest picture.
+_USUAL_SCANS, _MAX_SCANS = 20, 64
 _MAX_SEGMENTS = 4096
 _MAX_FILL = 1 << 16  # bytes between the segments before a JPEG's frame; searching them takes a millisecond
 
@@ -78,6 +79,10 @@ _MAX_DEFLATE_RATIO = 1032
 _SLICE = 1 << 15  # bytes to inflate at a time
 
 _RGB_BYTES = 3  # of a pixel
+_FLOAT_BYTES = 4 * _RGB_BYTES
+_GREY_BYTES = 8  # of a pixel that Pillow makes grey: RGB, Pillow's own four bytes, and the result
+_STILL_BYTES, _ANIMATED_BYTES = 7, 11  # of a pixel of a WebP
+_ANIMATION = 2  # flag
 _LEAST_UNIT, _MOST_UNIT = -1.0, 2.0  # of values from 0 to 1: a resampling overshoots, and a bright thing may be above 1
 
 
@@ -158,30 +163,56 @@ def pixels_of(data: bytes, limits: Limits) -> int:
     return height * width
 
 
-def memory_to_decode(data: bytes) -> int:
-    """Return the bytes of memory that decoding a file takes, from its header; 0 if the header cannot be read.
+def memory_to_decode(data: bytes, limits: Limits, channels: int = raw.RGB, *, as_float: bool = False) -> int:
+    """Return the bytes of memory to decode a file, and then to make a model's input or a picture, from its header.
 
-    Unlike `pixels_of` it reads nothing after the header, so the event loop may call it with any file.
+    It is 0 if the file is refused by its header. Unlike `pixels_of` this reads nothing after the header, so the event
+    loop may call it with any file.
+
+    Args:
+        data: the file.
+        limits: limits on one request.
+        channels: the number of channels of the model's input.
+        as_float: True if a range of values is asked for: then 16 bits of a PNG are kept, and all values become float32
+            before they are resized.
     """
     try:
         kind = _kind(data)
-        if kind == "JPEG":
-            return _memory_of_jpeg(data)
-        if kind in _RAW:
-            return raw.memory_to_read(kind, data)
         size: Size = struct.unpack_from(">II", data, 16) if kind == "PNG" else _SIZES[kind](data)
-        # OpenCV decodes into an array of its own, and copies that.
-        copies = 2 + 2 * (kind == "PNG" and data[24] == _DEEP)
-        return max(0, size[0] * size[1]) * (copies * _RGB_BYTES + (kind == "WebP"))
+        _check_size(size, limits)
+        if kind in _RAW:
+            return raw.memory_to_read(kind, data, channels, raw.RGB * limits.pixels, as_float=as_float)
+        held = _RGB_BYTES * (1 + (as_float and kind == "PNG" and data[24] == _DEEP))
+        each = max(
+            2 * held,  # OpenCV decodes into an array of its own, and copies that.
+            _MEMORY[kind](data) if kind in _MEMORY else 0,
+            held + as_float * _FLOAT_BYTES,
+            _GREY_BYTES * (channels == 1),
+        )
+        return max(0, size[0] * size[1]) * each
     except (InvalidArgument, struct.error, IndexError, KeyError, ValueError):
         return 0
 
 
 def _memory_of_jpeg(data: bytes) -> int:
-    marker, frame = _frame(data)
-    height, width = struct.unpack_from(">HH", data, frame + 3)
-    copies = 2 if marker == _BASELINE else 3  # libjpeg holds all coefficients of a progressive file, of two bytes each
-    return int(height * width * copies * _RGB_BYTES)
+    """Return the bytes of a pixel while libjpeg decodes a file.
+
+    It holds all coefficients, of two bytes each, if the first scan does not complete the picture.
+    """
+    marker = components = 0
+    for code, at in itertools.islice(_segments(data, _MAX_FILL), _MAX_SEGMENTS):
+        if code in _FRAMES:
+            marker, components = code, data[at + 7]
+        if code == _SCAN:
+            if marker == _BASELINE and data[at + 2] == components:
+                return _RGB_BYTES
+            break
+    return _RGB_BYTES + 2 * components
+
+
+def _memory_of_webp(data: bytes) -> int:
+    """Return the bytes of a pixel while a file is decoded; libwebp draws each frame of an animation on a canvas."""
+    return _ANIMATED_BYTES if data[12:16] == b"VP8X" and data[20] & _ANIMATION else _STILL_BYTES
 
 
 def _check_file(data: bytes, limits: Limits) -> tuple[str, Size]:
@@ -190,7 +221,7 @@ def _check_file(data: bytes, limits: Limits) -> tuple[str, Size]:
     size = _size(kind, data)
     _check_size(size, limits)
     if kind == "JPEG":
-        _check_scans(data)
+        _check_scans(data, min(_MAX_SCANS, _USUAL_SCANS * limits.pixels // (size[0] * size[1])))
     _check_exif(kind, data)
     return kind, size
 
@@ -341,13 +372,13 @@ def _segments(data: bytes, fill: int = sys.maxsize) -> Iterator[tuple[int, int]]
         at += int.from_bytes(data[at : at + 2], "big")
 
 
-def _check_scans(data: bytes) -> None:
+def _check_scans(data: bytes, most: int) -> None:
     # The count of these bytes is fast and never too low. Segments are only read if it is high.
-    if _count_pairs(data, 0xFF, _SCAN) <= _MAX_SCANS:
+    if _count_pairs(data, 0xFF, _SCAN) <= most:
         return
     codes = [code for code, _ in itertools.islice(_segments(data), _MAX_SEGMENTS)]
-    if codes.count(_SCAN) > _MAX_SCANS or len(codes) == _MAX_SEGMENTS:
-        raise InvalidArgument(f"a JPEG file with more than {_MAX_SCANS} scans is not accepted", field="image")
+    if codes.count(_SCAN) > most or len(codes) == _MAX_SEGMENTS:
+        raise InvalidArgument(f"a JPEG file of this size with more than {most} scans is not accepted", field="image")
 
 
 def _count_pairs(data: bytes, first: int, second: int) -> int:
@@ -421,6 +452,7 @@ _SIZES: Mapping[str, Callable[[bytes], Size]] = {
     "NPY": raw.npy_size,
 }
 _RAW: Mapping[str, Callable[[bytes, int, int], Photo]] = {"TIFF": raw.read_tiff, "NPY": raw.read_npy}
+_MEMORY: Mapping[str, Callable[[bytes], int]] = {"JPEG": _memory_of_jpeg, "WebP": _memory_of_webp}
 _EXIF: Mapping[str, Callable[[bytes], Iterator[int]]] = {"PNG": _png_exif, "WebP": _webp_exif}
 
 

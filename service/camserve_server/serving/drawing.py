@@ -11,10 +11,10 @@ from camserve_server import jobs
 from camserve_server.core.arrays import Pixels
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
-from camserve_server.imaging import images, regions, render, scales
+from camserve_server.imaging import regions, render, scales
 from camserve_server.imaging.values import Rendering
 from camserve_server.serving import memory
-from camserve_server.serving.photos import PreparedPhoto, decoded, shown
+from camserve_server.serving.photos import PreparedPhoto, decoded, memory_of_photo, shown
 from camserve_server.serving.requests import ExplainRequest
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ def _size_of(explanation: jobs.Explanation) -> int:
     return pictures + outlines + sum(len(region.mask.counts) for region in explanation.regions if region.mask)
 
 
-def memory_to_draw(request: ExplainRequest, photo: PreparedPhoto) -> int:
+def memory_to_draw(request: ExplainRequest, photo: PreparedPhoto, limits: Limits) -> int:
     """Return an upper bound, in bytes, of the memory to draw a request's maps, and to decode its photo again."""
     rendering, input_size = request.rendering, photo.image.shape[:2]
     work = memory.work_bytes(rendering, photo.size, input_size)
@@ -121,7 +121,7 @@ def memory_to_draw(request: ExplainRequest, photo: PreparedPhoto) -> int:
     if not rendering.pictures:
         return work + min(request.job.explanations * found, memory.MAX_PICTURES)
     decodes = photo.pixels is None
-    to_decode = images.memory_to_decode(request.image) if decodes else 0
+    to_decode = memory_of_photo(request.image, request.job.model.preprocess, limits) if decodes else 0
     each = memory.RGB * math.ceil(memory.pixels_per_map(rendering, photo.size))
     held = memory.RGB * math.prod(photo.size) * decodes + each + work
     return max(to_decode, held) + min(request.job.explanations * (each + found), memory.MAX_PICTURES)

@@ -22,14 +22,14 @@ from typing import ParamSpec, TypeAlias, TypeVar
 from camserve_server import jobs
 from camserve_server.core.limits import Limits
 from camserve_server.engine.values import Row
-from camserve_server.imaging import images, render
+from camserve_server.imaging import render
 from camserve_server.models.values import KnownModel, ModelInfo, Pass
 from camserve_server.scheduling import Batcher, Collect
 from camserve_server.scheduling.admission import Admission, FairThreads, MemoryBudget, Reservation
 from camserve_server.scheduling.threads import in_thread
 from camserve_server.serving import memory
 from camserve_server.serving.drawing import draw_and_reply, estimate_reply, memory_to_draw
-from camserve_server.serving.photos import PreparedPhoto, prepare_photo
+from camserve_server.serving.photos import PreparedPhoto, memory_to_prepare, prepare_photo
 from camserve_server.serving.replies import Replies, UntilSent
 from camserve_server.serving.repository import ModelRepository
 from camserve_server.serving.requests import ExplainRequest
@@ -252,7 +252,7 @@ class Pipeline:
             async with self.admit(rows, accepted, wait=wait):
                 times = _Times(clock, began=clock())
                 submit = submit_for(self, deadline, times.timings)
-                async with self.reserve_decoding(request.image):
+                async with self.reserve_drawing(memory_to_prepare(request, self.limits)):
                     photo = await self.run_in_steps(prepare_photo(request, self.limits))
                 times.decoded = clock()
                 if trace:
@@ -307,7 +307,7 @@ class Pipeline:
         make_reply = partial(explained.make_reply, encode)
         if not request.rendering.derived:
             return make_reply(list(result.explanations))
-        async with self.reserve_drawing(memory_to_draw(request, photo)):
+        async with self.reserve_drawing(memory_to_draw(request, photo, self.limits)):
             steps = draw_and_reply(request, photo, result.explanations, self.limits, make_reply)
             reply = await self.run_in_steps(steps)
         if trace := self.origin.record:
@@ -327,12 +327,8 @@ class Pipeline:
         reserved = min(memory.REPLY_COPIES * size, memory.LARGEST_REPLY)
         await self.replies.reserve(reserved, self.origin.caller, until_sent)
 
-    def reserve_decoding(self, data: bytes) -> Reservation:
-        """Hold memory to decode a photo until the block ends; wait until there is enough."""
-        return self.reserve_drawing(images.memory_to_decode(data))
-
     def reserve_drawing(self, size: int) -> Reservation:
-        """Hold memory for pictures or decompositions until the block ends; wait until there is enough."""
+        """Hold memory for photos, pictures or decompositions until the block ends; wait until there is enough."""
         return self.image_memory.admit(min(size, memory.IMAGE_MEMORY), caller=self.origin.caller, wait=True)
 
     async def run_in_steps(self, steps: Generator[None, None, T]) -> T:

@@ -24,7 +24,7 @@ from camserve_server.jobs.texts import NO_IMAGE
 from camserve_server.models.values import Kind, Pass
 from camserve_server.serving import channels, memory
 from camserve_server.serving.explain import Pipeline, submit_for
-from camserve_server.serving.photos import decoded
+from camserve_server.serving.photos import decoded, memory_of_photo
 from camserve_server.serving.replies import UntilSent
 from camserve_server.serving.requests import FeaturesRequest, InspectRequest
 from camserve_server.serving.results import FeaturesResult, InspectResult, ModelPrediction, Prediction, Timing
@@ -261,7 +261,7 @@ async def _decode(pipeline: Pipeline, request: InspectRequest | FeaturesRequest,
     drawn = isinstance(request, FeaturesRequest) and request.rank == "pca" and request.picture is not None
     prepare = (file, request.model.preprocess, pipeline.limits)
     try:
-        async with pipeline.reserve_decoding(file):
+        async with pipeline.reserve_drawing(memory_of_photo(*prepare)):
             return await pipeline.in_thread(_prepare, *prepare, drawn=drawn and index == 0)
     except InvalidArgument as error:
         if not index:

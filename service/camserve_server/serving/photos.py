@@ -48,6 +48,12 @@ class PreparedPhoto:
     receipt: Receipt
 
 
+def memory_to_prepare(request: ExplainRequest, limits: Limits) -> int:
+    """Return the bytes of memory to prepare a request's photo, and then the images of its targets, one at a time."""
+    files = [request.image, *(kind_of(target).file(target) for target in request.job.targets)]
+    return max(memory_of_photo(file, request.job.model.preprocess, limits) for file in files)
+
+
 def prepare_photo(request: ExplainRequest, limits: Limits) -> Generator[None, None, PreparedPhoto]:
     """Decode the photo and the images of its targets; pause after each image, so that other callers have a turn."""
     _check_pixels(request, limits)
@@ -73,6 +79,12 @@ def decoded(data: bytes, preprocess: Preprocess, limits: Limits) -> Photo:
     # The picture of an input that is in the file is RGB, whatever the channels of the input.
     channels = RGB if carries_input(data, preprocess) else preprocess.channels
     return images.decode(data, limits, channels, keep_depth=preprocess.value_range is not None)
+
+
+def memory_of_photo(data: bytes, preprocess: Preprocess, limits: Limits) -> int:
+    """Return the bytes of memory to decode a photo for a model, and then to make the model's input or a picture."""
+    channels = RGB if carries_input(data, preprocess) else preprocess.channels
+    return images.memory_to_decode(data, limits, channels, as_float=preprocess.value_range is not None)
 
 
 def shown(photo: Photo, rendering: Rendering) -> Pixels:
