@@ -8,7 +8,7 @@ import pytest
 
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
 from camserve_server.api import codec
-from camserve_server.api.codec import replies
+from camserve_server.api.codec import replies, targets
 from camserve_server.core import errors
 from camserve_server.core.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
 from camserve_server.core.limits import Limits
@@ -612,7 +612,7 @@ WRONG |= {
         {"model": "pairs", "texts": ["a cat", "a dog"], "targets": [explain_pb2.Target(label="a cta")]},
         NotFound,
         "targets[0].label",
-        ['did you mean "a cat"'],
+        ['pairs has no label "a cta"'],
     ),
     "a change to no layer": (changed("stem.cnv", scale=2), NotFound, "interventions[0].layer", ['"stem.conv"']),
     "no change": (changed(), InvalidArgument, "interventions[0]", ["one of silence, scale, clamp"]),
@@ -1243,6 +1243,15 @@ def test_texts_of_a_request_are_the_classes_of_its_model():
     found = ask(model="pairs", texts=["a cat", "a dog", "A CAR"], targets=named).job
     assert [found.targets[0], found.targets[1].text, found.targets[2]] == [ClassTarget(2), "a bird", ClassTarget(1)]
     assert found.texts == ("a cat", "a dog", "A CAR", "a bird")
+
+
+def test_label_is_not_looked_for_among_long_names_or_the_texts_of_a_request(monkeypatch):
+    assert errors.did_you_mean("a b", ["a b " + "c" * errors.LONGEST_NAME]) == ""
+    calls = []
+    monkeypatch.setattr(targets, "did_you_mean", lambda *names: calls.append(names))
+    with pytest.raises(NotFound, match='pairs has no label "a cta"$'):
+        ask(model="pairs", texts=["a cat", "a dog"], targets=[explain_pb2.Target(label="a cta")])
+    assert not calls
 
 
 def test_texts_of_a_models_entry_are_its_classes_unless_a_request_has_others():

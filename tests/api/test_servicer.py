@@ -33,7 +33,7 @@ from camserve_server.api import deserialization, grpc_server, rpc, statuses, str
 from camserve_server.app import server as app_server
 from camserve_server.app.server import serve
 from camserve_server.core import config, logs
-from camserve_server.core.errors import ConfigError, ServiceError, Unavailable, WorkerLost
+from camserve_server.core.errors import ConfigError, NotFound, ServiceError, Unavailable, WorkerLost
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import render
 from camserve_server.methods import METHODS, Cam, Parameter
@@ -92,6 +92,19 @@ async def test_error_status_has_the_request_id_the_field_and_the_retry_delay(kin
     assert error.detail(error_details_pb2.RequestInfo).request_id == "call-7"
     (violation,) = error.detail(error_details_pb2.BadRequest).field_violations
     assert (violation.field, violation.description) == ("targets[0].label", "words for the caller")
+
+
+async def test_long_message_is_cut_to_512_bytes_in_calls_and_streams(shared_server, monkeypatch):
+    def fail(_pass, _rows):
+        raise NotFound("ж" * 4000, field="targets[0].label")
+
+    monkeypatch.setattr(shared_server.batcher._workers[0], "run", fail)
+    error = await refusal_of(shared_server.explain(request()))
+    (bad,) = [reply.error async for reply in shared_server.stream([item("bad")])]
+
+    (violation,) = error.detail(error_details_pb2.BadRequest).field_violations
+    assert error.message == violation.description == bad.message == bad.fields[0].description == "ж" * 254 + "…"
+    assert len(error.message.encode()) <= statuses.MAX_MESSAGE == 512
 
 
 async def test_error_has_the_state_of_the_server_that_caused_it(shared_server, monkeypatch):

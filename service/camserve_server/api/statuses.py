@@ -16,6 +16,9 @@ log = logging.getLogger(__name__)
 ERROR_DOMAIN = "camserve"
 """Domain of the reasons in the ErrorInfo of an error."""
 
+MAX_MESSAGE = 512
+"""The most bytes of a message. A failed call has it twice in its trailers, of which most clients take 8 KiB."""
+
 STATUS: Mapping[type[ServiceError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
@@ -33,15 +36,23 @@ STATUS: Mapping[type[ServiceError], grpc.StatusCode] = {
 
 
 def service_error_of(error: Exception) -> ServiceError:
-    """Return a ServiceError as it is, and Internal for any other error, which is logged.
+    """Return a ServiceError, with its message cut to MAX_MESSAGE bytes, and Internal for any other error, which is logged.
 
     A ServiceError loses its traceback. A traceback refers to frames that refer to the error, and this cycle would keep
     the request, perhaps many megabytes, in memory until the next garbage collection.
     """
     if isinstance(error, ServiceError):
+        error.message = _cut(error.message)
         return error.with_traceback(None)
     log.error("an RPC failed", exc_info=error)
     return Internal(f"internal error; the server's log has more under request id {logs.REQUEST_ID.get()}")
+
+
+def _cut(message: str) -> str:
+    data, end = message.encode(errors="replace"), "…"
+    if len(data) <= MAX_MESSAGE:
+        return message
+    return data[: MAX_MESSAGE - len(end.encode())].decode(errors="ignore") + end
 
 
 def trailers_of(error: ServiceError, request_id: str) -> tuple[tuple[str, str | bytes], ...]:

@@ -20,7 +20,7 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Self
 
-LONGEST_NAME = 200  # characters of a name that gets a hint
+LONGEST_NAME = 200  # characters of a name that gets a hint or is in one
 MANY_NAMES = 300  # names whose letters are counted, at most; this takes some microseconds each
 LONGEST_SPELLED = 40  # characters of names that are compared letter by letter; the time may grow with their cube
 MANY_SPELLED = 8  # names that are compared letter by letter, at most
@@ -152,6 +152,8 @@ class ConfigError(Exception):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a hint ` (did you mean "…"?)` with the known names that have all words of a name, else with the nearest.
 
+    Names of more than LONGEST_NAME characters get no hint, and are in none.
+
     Example:
         >>> did_you_mean("cat", ["crate", "tiger cat", "cat flap", "Egyptian cat"])
         ' (did you mean "tiger cat", "Egyptian cat" or "cat flap"?)'
@@ -162,7 +164,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     if len(name) > LONGEST_NAME:
         return ""
-    by_lower = {candidate.lower(): candidate for candidate in known}
+    by_lower = {candidate.lower(): candidate for candidate in known if len(candidate) <= LONGEST_NAME}
     matches = _with_words_of(name.lower(), by_lower) or _spelled_like(name.lower(), by_lower)
     quoted = [f'"{by_lower[match]}"' for match in matches]
     return f" (did you mean {' or '.join(filter(None, (', '.join(quoted[:-1]), quoted[-1])))}?)" if quoted else ""

@@ -249,7 +249,8 @@ def _find_label(label: str, model: ModelInfo, field: str) -> int:
         raise NotFound(f"{model.name} has no labels: use the index of the class", field=field)
     matches = _classes_by_label(model.labels).get(_fold(label), ())
     if not matches:
-        hint = did_you_mean(label.replace("_", " "), model.labels)
+        # A search in a thousand texts would hold up the event loop, and the caller of such a model has its texts.
+        hint = "" if model.text else did_you_mean(label.replace("_", " "), model.labels)
         raise NotFound(f'{model.name} has no label "{shorten(label)}"{hint}', field=field)
     if len(matches) > 1:
         classes = " and ".join(map(str, matches[:MAX_LISTED]))
