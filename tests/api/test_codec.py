@@ -1249,7 +1249,7 @@ def test_label_is_not_looked_for_among_long_names_or_the_texts_of_a_request(monk
     assert errors.did_you_mean("a b", ["a b " + "c" * errors.LONGEST_NAME]) == ""
     calls = []
     monkeypatch.setattr(targets, "did_you_mean", lambda *names: calls.append(names))
-    with pytest.raises(NotFound, match='pairs has no label "a cta"$'):
+    with pytest.raises(NotFound, match=r'pairs has no label "a cta"$'):
         ask(model="pairs", texts=["a cat", "a dog"], targets=[explain_pb2.Target(label="a cta")])
     assert not calls
 

@@ -383,6 +383,8 @@ REFUSED = {
     "misspelt": ({"methd": "gradcam"}, "parameters", '(did you mean "method"?)'),
     "misspelt of its own": ({"method": "smoothgrad", "sampels": 3}, "parameters", '(did you mean "samples"?)'),
     "timeout": ({"timeout": -5}, 'parameters["timeout"]', "timeout is a whole number"),
+    "a number too long": ({"interventions": '[{"scale":1%s}]' % ("0" * 400)}, 'parameters["interventions"]', "as JSON"),
+    "an unpaired surrogate": ({"interventions": '[{"layer":"\\ud800"}]'}, 'parameters["interventions"]', "as JSON"),
     "channel": ({"method": "saliency", "input_channel": 3}, 'parameters["input_channel"]', "is 0 to 2, not 3"),
     "channel of a cam": ({"method": "gradcam", "input_channel": 0}, 'parameters["input_channel"]', "has no map"),
     "eigen": ({"method": "saliency", "eigen_smoothing": True}, 'parameters["eigen_smoothing"]', "principal component"),

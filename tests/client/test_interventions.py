@@ -112,7 +112,10 @@ def test_change_of_a_newer_server_is_read() -> None:
     assert _interventions.decode(explain_pb2.Intervention(layer="a")) == camserve.Intervention("", "a")
 
 
-@pytest.mark.parametrize("stored", [[{}], [{"layer": "a"}], ["silence"], {}, [{"layer": "a", "mute": True}]])
+@pytest.mark.parametrize(
+    "stored",
+    [[{}], [{"layer": "a"}], ["silence"], [5], {}, [{"layer": "a", "mute": True}], [{"layer": "a", "scale": 10**400}]],
+)
 def test_invalid_intervention_of_a_receipt_is_named(stored: Any) -> None:
     names = ("model", "source", "weights", "digest", "precision", "device", "image_sha256", "input_sha256", "method")
     content = {

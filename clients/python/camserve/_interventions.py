@@ -9,6 +9,7 @@ from typing import Any, SupportsIndex, cast
 import numpy as np
 from google.protobuf import json_format
 
+from camserve import connect
 from camserve._checks import indices, invalid
 from camserve.v1 import explain_pb2
 
@@ -239,10 +240,7 @@ def from_json(value: Any) -> Intervention:
     Raises:
         ValueError: It is not a valid one.
     """
-    try:
-        message = json_format.ParseDict(value, explain_pb2.Intervention())
-    except json_format.ParseError as error:
-        raise ValueError(str(error)) from error
+    message = connect.from_tree(value, explain_pb2.Intervention())
     if message.WhichOneof("change") is None:
         raise ValueError("it names no change")
     return decode(message)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from google.protobuf import json_format
 
-from camserve import _interventions, _local
+from camserve import _interventions, _local, connect
 from camserve._checks import MAX_CHANNEL
 from camserve._errors import InvalidArgument
 from camserve._result import Verdict
@@ -197,10 +197,7 @@ def target_message(target: Mapping[str, Any]) -> explain_pb2.Target:
     Raises:
         ValueError: The mapping is not a valid target.
     """
-    try:
-        message = json_format.ParseDict(dict(target), explain_pb2.Target())
-    except json_format.ParseError as error:
-        raise ValueError(str(error)) from error
+    message = connect.from_tree(dict(target), explain_pb2.Target())
     if message.WhichOneof("kind") is None:
         raise ValueError("it names no target")
     return message

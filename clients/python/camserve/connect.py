@@ -101,8 +101,13 @@ class InvalidJson(ValueError):
     """
 
     def __init__(self, message: str, field: str = "") -> None:
-        super().__init__(message)
-        self.field = field
+        super().__init__(_valid(message))
+        self.field = _valid(field)
+
+
+def _valid(text: str) -> str:
+    """Replace unpaired surrogates, which JSON may have, and UTF-8 and protobuf may not."""
+    return text.encode(errors="replace").decode()
 
 
 class InvalidFrame(ValueError):
@@ -136,10 +141,27 @@ def from_json(data: bytes, message: M) -> M:
     """
     tree = _load(data)
     _check(tree, cast("Descriptor", message.DESCRIPTOR), "")
+    return from_tree(tree, message)
+
+
+def from_tree(tree: object, message: M) -> M:
+    """Fill a message from a value that was JSON, and return it.
+
+    Raises:
+        InvalidJson: A value does not fit its field, or the message has no such field.
+
+    Example:
+        >>> from camserve.v1 import explain_pb2
+        >>> from_tree({"classIndex": 3}, explain_pb2.Target()).class_index
+        3
+    """
     try:
         return json_format.ParseDict(cast("Json", tree), message)
     except json_format.ParseError as error:
         raise InvalidJson(str(error)[:MAX_REASON].rstrip(".")) from None
+    except (ValueError, TypeError, OverflowError, SystemError):
+        # protobuf raises these for a number of 400 digits, and for 1e400 or an unpaired surrogate as an enum.
+        raise InvalidJson("a value does not fit its field") from None
 
 
 def _dump(tree: Json) -> bytes:

@@ -36,7 +36,7 @@ STATUS: Mapping[type[ServiceError], grpc.StatusCode] = {
 
 
 def service_error_of(error: Exception) -> ServiceError:
-    """Return a ServiceError, with its message cut to MAX_MESSAGE bytes, and Internal for any other error, which is logged.
+    """Return a ServiceError with at most MAX_MESSAGE bytes of its message, and Internal for other errors, which are logged.
 
     A ServiceError loses its traceback. A traceback refers to frames that refer to the error, and this cycle would keep
     the request, perhaps many megabytes, in memory until the next garbage collection.
@@ -49,7 +49,7 @@ def service_error_of(error: Exception) -> ServiceError:
 
 
 def _cut(message: str) -> str:
-    data, end = message.encode(errors="replace"), "…"
+    data, end = message.encode(), "…"
     if len(data) <= MAX_MESSAGE:
         return message
     return data[: MAX_MESSAGE - len(end.encode())].decode(errors="ignore") + end

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from google.protobuf import json_format
 
-from camserve import _codec, _local
+from camserve import _codec, _local, connect
 from camserve._errors import FailedPrecondition, InvalidArgument
 from camserve._values import Method
 from camserve.diff import lines
@@ -130,8 +130,8 @@ def options_of(header: Header) -> _codec.ExplainOptions:
         InvalidArgument: The recording is damaged.
     """
     try:
-        request = json_format.ParseDict(dict(header.options), explain_pb2.ExplainRequest())
-    except json_format.ParseError as error:
+        request = connect.from_tree(dict(header.options), explain_pb2.ExplainRequest())
+    except connect.InvalidJson as error:
         raise InvalidArgument(f"the options of the recording are damaged: {error}") from error
     methods = [
         Method(
