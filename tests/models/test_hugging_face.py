@@ -559,6 +559,12 @@ def without_writer(folder):
     os.mkfifo(folder / "processor_config.json")
 
 
+def index_of_a_tokenizer(folder):
+    name = "tokenizer.safetensors.index.json"
+    (folder / name).symlink_to("/dev/null")
+    changed(folder, transformers_weights=name)
+
+
 def huge(folder):
     with (folder / "preprocessor_config.json").open("r+") as file:
         file.truncate(17 * 2**20)
@@ -622,6 +628,7 @@ def other_shapes(folder):
         (processing(do_center_crop=True, crop_size={"height": 9000, "width": 9}), "is 9,000, and 2,048 is the limit"),
         (processing(crop_pct=1e-4), "crop_pct in its preprocessor_config.json is 0.0001, and 0.1 is the least"),
         (endless, "its config.json is not a file"),
+        (index_of_a_tokenizer, "its tokenizer.safetensors.index.json is not a file"),
         (without_writer, "its processor_config.json is not a file"),
         (huge, "its preprocessor_config.json has 17,825,792 bytes; 1 to 16,777,216 are accepted"),
     ],
@@ -633,6 +640,17 @@ def test_unusable_folder_is_refused_with_a_reason(folder, spoil, words):
     assert words in message
     assert "Traceback" not in message
     assert len(message) < 600
+
+
+def test_file_of_a_folder_is_a_regular_one_that_is_read_up_to_a_limit(tmp_path):
+    pipe, file = tmp_path / "pipe", tmp_path / "file.json"
+    os.mkfifo(pipe)
+    file.write_bytes(b"12345")
+
+    assert folder_checks.read_file(file, 5, "hf:vit") == b"12345"
+    for path, limit, words in ((file, 4, "has more than 4 bytes"), (pipe, 4, "pipe cannot be read: it is not a reg")):
+        with pytest.raises(ConfigError, match=words):
+            folder_checks.read_file(path, limit, "hf:vit")
 
 
 def test_error_without_transformers_names_the_extra(folder, monkeypatch):

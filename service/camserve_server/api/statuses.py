@@ -36,7 +36,7 @@ STATUS: Mapping[type[ServiceError], grpc.StatusCode] = {
 
 
 def service_error_of(error: Exception) -> ServiceError:
-    """Return a ServiceError with at most MAX_MESSAGE bytes of its message, and Internal for other errors, which are logged.
+    """Return a ServiceError, its message cut to MAX_MESSAGE bytes, and Internal for other errors, which are logged.
 
     A ServiceError loses its traceback. A traceback refers to frames that refer to the error, and this cycle would keep
     the request, perhaps many megabytes, in memory until the next garbage collection.

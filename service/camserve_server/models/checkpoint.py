@@ -98,7 +98,7 @@ def load(path: Path, budget: SizeBudget, sha256: str = "", folder: str = "") -> 
         LfsPointerError: it is a Git LFS pointer.
     """
     try:
-        with _open(path, folder) as file:
+        with open_regular(path, folder) as file:
             refuse_lfs_pointer(file, path)
             return _read(file, budget, sha256, is_safetensors=path.suffix == ".safetensors")
     except CorruptFileError:
@@ -119,8 +119,16 @@ def refuse_lfs_pointer(file: BinaryIO, path: Path) -> None:
 
 
 @contextmanager
-def _open(path: Path, folder: str) -> Iterator[BinaryIO]:
-    """Open a regular file, and nothing that would block or have side effects when opened."""
+def open_regular(path: Path, folder: str = "") -> Iterator[BinaryIO]:
+    """Open a regular file, and nothing that would block or have side effects when opened.
+
+    Args:
+        path: the path.
+        folder: the folder that must contain the file, as in `load`.
+
+    Raises:
+        CorruptFileError: it is no regular file, or cannot be opened.
+    """
     # O_NONBLOCK: do not wait for a writer if a pipe has replaced the file since it was checked.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from camserve_server.core.errors import ConfigError
+from camserve_server.models.checkpoint import open_regular
+from camserve_server.models.pickles import CorruptFileError
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -14,6 +16,8 @@ INDEX = ".index.json"
 PROCESSOR = "preprocessor_config.json"
 PROCESSORS = (PROCESSOR, "processor_config.json")
 """Files with the settings of an image processor; the second also has those of a tokenizer."""
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+"""Files of a tokenizer, which only `tokenizer.py` reads, with limits of their own."""
 
 MAX_LAYERS = 1000
 """The largest number of layers, blocks or stages in the settings of a network."""
@@ -37,19 +41,38 @@ _TIMM_ARGUMENTS = (
 def _check_settings(folder: Path) -> None:
     """Check, before anything reads them, that the settings in a folder are files of ordinary size.
 
-    `tokenizer.py` checks the files of a tokenizer, which may be larger.
-
     Raises:
         ConfigError: one is no file, such as a link to a device, which may have no end; or it is empty or too large.
     """
     for path in sorted(folder.glob("*.json")):
-        if path.name.startswith("tokenizer"):
+        if path.name in TOKENIZER:
             continue
         if not path.is_file():
             raise ConfigError(f"{folder.name}: its {path.name} is not a file")
         size = path.stat().st_size
         if not 0 < size <= MAX_SETTINGS:
             raise ConfigError(f"{folder.name}: its {path.name} has {size:,} bytes; 1 to {MAX_SETTINGS:,} are accepted")
+
+
+def read_file(path: Path, limit: int, origin: str) -> bytes:
+    """Read a file of a folder, which is opened once, so that it cannot become another one after a check.
+
+    Args:
+        path: the path.
+        limit: the largest number of bytes.
+        origin: the name of the model, for errors.
+
+    Raises:
+        ConfigError: it is no regular file, cannot be read, or is larger.
+    """
+    try:
+        with open_regular(path) as file:
+            data = file.read(limit + 1)
+    except (CorruptFileError, OSError) as error:
+        raise ConfigError(f"{origin}: its {path.name} cannot be read: {one_line(error)}") from error
+    if len(data) > limit:
+        raise ConfigError(f"{origin}: its {path.name} has more than {limit:,} bytes, which is the limit")
+    return data
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -65,11 +88,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     _check_settings(folder)
     path = folder / "config.json"
+    if not path.exists():
+        raise ConfigError(f"{folder.name} has no readable config.json: save it with save_pretrained")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_file(path, MAX_SETTINGS, folder.name).decode())
         entries = list(_entries(config))
-    except OSError as error:
-        raise ConfigError(f"{folder.name} has no readable config.json: save it with save_pretrained") from error
     except (ValueError, RecursionError) as error:  # or nested too deeply
         raise ConfigError(f"{folder.name}: its config.json is not valid JSON: {error}") from error
     if not isinstance(config, dict):
@@ -182,8 +205,9 @@ def weight_files(folder: Path, config: Mapping[str, Any], origin: str) -> list[P
 
 
 def _read_index(path: Path, origin: str) -> list[Any]:
+    data = read_file(path, MAX_SETTINGS, origin)
     try:
-        return list(dict.fromkeys(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+        return list(dict.fromkeys(json.loads(data.decode())["weight_map"].values()))
     except Exception as error:  # a file of unknown origin may be wrong in any way
         raise ConfigError(f"{origin}: its {path.name} cannot be read: {one_line(error)}") from error
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from camserve_server.core.errors import ConfigError, FailedPrecondition
+from camserve_server.models.huggingface.folder import TOKENIZER, read_file
 
 T = TypeVar("T")
 
-FILE = "tokenizer.json"
-SETTINGS = "tokenizer_config.json"
+FILE, SETTINGS = TOKENIZER
 
 MAX_FILE = 64 * 2**20  # bytes; Gemma's, with a vocabulary of 256,000 tokens, has 34 MiB
 MAX_SETTINGS = 4 * 2**20  # bytes; Gemma's has 46 KiB
@@ -146,11 +146,7 @@ def _size(path: Path, limit: int, origin: str) -> None:
 
 def _read(path: Path, limit: int, origin: str) -> bytes:
     _size(path, limit, origin)
-    with path.open("rb") as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise ConfigError(f"{origin}: its {path.name} has more than {limit:,} bytes, which is the limit")
-    return data
+    return read_file(path, limit, origin)
 
 
 def _parse(data: bytes, name: str, origin: str) -> dict[str, Any]:
