@@ -1,9 +1,11 @@
 """Tokenizers of unknown origin: bombs, nonsense and code are refused with a reason, before the library reads them."""
 
+import base64
 import json
 import os
 import shutil
 import string
+import struct
 
 import pytest
 import safetensors.torch
@@ -78,6 +80,15 @@ def replacing(pattern, content=" "):
     return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
 
 
+def mapped(size, char="a"):
+    """Return a normalizer that puts a text of this size in the place of a character."""
+    trie, leaf = [0] * 1024, 0x300
+    trie[0], trie[leaf] = 256 << 10, 1 << 31
+    trie[256 ^ ord(char)] = ord(char) | 1 << 8 | (256 ^ ord(char) ^ leaf) << 10
+    content = struct.pack("<1025I", 4096, *trie) + b"x" * size + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(content).decode()}
+
+
 def template(single, ids=(1,)):
     special = {"x": {"id": "x", "ids": list(ids), "tokens": ["a"] * len(ids)}}
     return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
@@ -122,6 +133,18 @@ SPOILED = {
     "many tokens in one": (edited(FILE, post_processor=template([], range(1000))), "inserts more than 1"),
     "broken character map": (
         edited(FILE, normalizer={"type": "Precompiled", "precompiled_charsmap": "AQIDBAUGBwgJ"}), "cannot be used"
+    ),
+    "map to a long text": (edited(FILE, normalizer=mapped(65)), "a character map that inserts more than 64 bytes"),
+    "two maps": (edited(FILE, normalizer={"type": "Sequence", "normalizers": [mapped(64)] * 2}), "more than one char"),
+    "no map": (edited(FILE, normalizer={"type": "Precompiled", "precompiled_charsmap": "?"}), "is not base64"),
+    "long prefix of a part": (edited(FILE, model__continuing_subword_prefix="#" * 17), "more than 16 characters"),
+    "long end of a word": (edited(FILE, model__end_of_word_suffix="#" * 17), "more than 16 characters"),
+    "long words": (edited(FILE, model__max_input_chars_per_word=201), "201 as its max_input_chars_per_word"),
+    "long token": (edited(FILE, model__vocab={"a" * 1001: 0}), "a text of more than 1,000 characters"),
+    "long added token": (edited(FILE, added_tokens=[{"id": 1, "content": "a" * 1001}]), "more than 1,000 characters"),
+    "long separator": (
+        edited(FILE, post_processor={"type": "RobertaProcessing", "sep": ["a" * 1001, 1], "cls": ["a", 1]}),
+        "more than 1,000 characters",
     ),
     "wrong types": (edited(FILE, model__merges=[[1, 2, 3]]), "cannot be used"),
     "settings without JSON": (written(SETTINGS, b"{"), "tokenizer_config.json is not valid JSON"),
@@ -190,7 +213,21 @@ def walk(value):
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(a|a)*", "a*a*b", r"(\w+\s?)*$", r"(a)\1", "a{2,}b+", "(?<=a+)b", "(?=.*x)", r"\k<a>", "x" * 1001]
+    "pattern",
+    [
+        "(a|a)*",
+        "a*a*b",
+        r"(\w+\s?)*$",
+        r"(a)\1",
+        "a{2,}b+",
+        "(?<=a+)b",
+        "(?=.*x)",
+        r"\k<a>",
+        "x" * 1001,
+        "a?a?a",
+        "a{3}a{3}",
+        "a{,9}b?",
+    ],
 )
 def test_expression_that_may_take_long_is_found(pattern):
     assert regex_fault(pattern)
@@ -199,6 +236,13 @@ def test_expression_that_may_take_long_is_found(pattern):
 @pytest.mark.parametrize("pattern", [" {2,}", r"\s+", f"[{PUNCTUATION}]", "a|b+|[c]*"])
 def test_expression_that_is_always_fast_is_allowed(pattern):
     assert regex_fault(pattern) == ""
+
+
+def test_short_replacements_of_a_character_map_are_made(folder):
+    edited(FILE, normalizer=mapped(64))(folder)
+    tokenizer = FolderTokenizer(folder, "clip", TOKENS, hf.AutoConfig.from_pretrained(folder).text_config.vocab_size)
+
+    assert tokenizer._tokenizer.normalizer.normalize_str("bab") == "b" + "x" * 64 + "b"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,10 +4,11 @@ Nothing in the folder is executed. The file is of unknown origin, so its size, i
 before the library reads it: a part may repeat or multiply text, or search it with a regular expression.
 """
 
+import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -31,6 +32,13 @@ MAX_ADDED = 20_000  # tokens that are searched for in every text; Gemma's has 6,
 MAX_PARTS = 16  # normalizers, pre-tokenizers and post-processors
 MAX_REPLACEMENTS = 4  # of them: each can double the length of a text
 MAX_TEMPLATE = 8  # tokens that are added in one place
+MAX_MAPPED = 64  # bytes that a character map puts in the place of a character; SentencePiece's have 33
+MAX_TOKEN = 1000  # characters of a token or of another text in a part: each may be copied for every word of a text
+MAX_AFFIX = 16  # characters of what is added to the parts of words, such as "##" and "</w>"
+MAX_DEPTH = 5  # lists and objects around a text in a part
+MAX_WORD = 200  # characters of a word that WordPiece divides, in steps that grow with their square; BERT's has 100
+
+CHARACTERS = "precompiled_charsmap"  # the key of a character map
 
 MODELS = ("BPE", "Unigram", "WordPiece", "WordLevel")
 PARTS = (
@@ -238,6 +246,32 @@ def _model_faults(model: Any, vocabulary: int) -> Iterator[str]:
         yield "draws tokens at random (dropout)"
     ids = words.values() if isinstance(words, dict) else range(len(words))
     yield from _id_faults(ids, vocabulary)
+    yield from _length_faults(list(words))
+    yield from _word_faults(model)
+
+
+def _word_faults(model: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if len(str(model.get(name) or "")) > MAX_AFFIX:
+            yield f"has a {name} of more than {MAX_AFFIX} characters"
+    longest = model.get("max_input_chars_per_word") or 0
+    if type(longest) is not int or longest > MAX_WORD:
+        yield f"has {str(longest)[:20]} as its max_input_chars_per_word, and {MAX_WORD} is the limit"
+
+
+def _length_faults(value: Any) -> Iterator[str]:
+    if any(len(text) > MAX_TOKEN for text in _texts(value)):
+        yield f"has a text of more than {MAX_TOKEN:,} characters"
+
+
+def _texts(value: Any, depth: int = 0) -> Iterator[str]:
+    """Yield the texts in a value, without keys and character maps; the library reads none at a greater depth."""
+    if isinstance(value, str):
+        yield value
+    elif depth <= MAX_DEPTH:
+        inner = [item for key, item in value.items() if key != CHARACTERS] if isinstance(value, dict) else value
+        for item in inner if isinstance(inner, Iterable) else ():
+            yield from _texts(item, depth + 1)
 
 
 def _token_faults(tokenizer: Mapping[str, Any], vocabulary: int) -> Iterator[str]:
@@ -248,6 +282,7 @@ def _token_faults(tokenizer: Mapping[str, Any], vocabulary: int) -> Iterator[str
         yield f"has {len(added):,} added tokens, and {MAX_ADDED:,} is the limit"
     else:
         yield from _id_faults((token.get("id") for token in added), vocabulary)
+        yield from _length_faults(added)
 
 
 def _id_faults(ids: Any, vocabulary: int) -> Iterator[str]:
@@ -273,7 +308,11 @@ def _part_faults(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f'has a part of the type "{unknown[0]}", which is not allowed here: {", ".join(PARTS)}'
     if len(parts) > MAX_PARTS or sum(kind in ("Replace", "Prepend") for kind in kinds) > MAX_REPLACEMENTS:
         yield f"has more than {MAX_PARTS} parts, or more than {MAX_REPLACEMENTS} that insert text"
+    if kinds.count("Precompiled") > 1:
+        yield "has more than one character map"
     for part in parts:
+        yield from _length_faults(part)
+        yield from _map_faults(part.get(CHARACTERS))
         lengths = {"content": 1, "prepend": 1, "single": MAX_TEMPLATE, "special_tokens": MAX_TEMPLATE}
         special = part.get("special_tokens")
         ids = (
@@ -290,10 +329,22 @@ def _part_faults(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"has the regular expression {str(pattern['Regex'])[:80]!r}, which {reason}"
 
 
+def _map_faults(characters: Any) -> Iterator[str]:
+    """Yield the fault of a character map: the length of a trie, the trie, and replacements that end with a NUL."""
+    try:
+        data = base64.b64decode(characters or "", validate=True)
+    except (TypeError, ValueError):
+        yield "has a character map that is not base64"
+        return
+    replacements = data[4 + int.from_bytes(data[:4], "little") // 4 * 4 :]
+    if max(map(len, replacements.split(b"\0"))) > MAX_MAPPED:
+        yield f"has a character map that inserts more than {MAX_MAPPED} bytes in one place"
+
+
 def regex_fault(pattern: str) -> str:
     """Return why a regular expression might take very long for a short text; empty if it cannot.
 
-    Alternatives of characters, classes and escapes are allowed, with one unlimited repetition each: for n characters
+    Alternatives of characters, classes and escapes are allowed, with one repetition each: for n characters
     such a search takes n² steps at most. Those of CLIP and of SentencePiece have this form.
     """
     if len(pattern) > 1000:  # noqa: PLR2004 -- of CLIP: 110
@@ -302,6 +353,6 @@ def regex_fault(pattern: str) -> str:
     plain = re.sub(r"\[\^?\]?[^\]\[]*\]", "a", plain)
     if re.search(r"[\\(\[]", plain):
         return "has groups or references"
-    if any(len(re.findall(r"[*+]|\{\d*,\d*\}", branch)) > 1 for branch in plain.split("|")):
-        return "repeats more than one thing without a limit"
+    if any(len(re.findall(r"[*+?]|\{\d*,?\d*\}", branch)) > 1 for branch in plain.split("|")):
+        return "repeats more than one thing"
     return ""
