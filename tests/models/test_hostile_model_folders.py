@@ -160,10 +160,10 @@ def test_network_far_larger_than_its_weights_is_refused_before_memory_is_taken(f
 
 @pytest.mark.parametrize("kind", ["detr", "yolos", "segformer"])
 @pytest.mark.parametrize("options", ["", "?weights=none"])
-def test_network_of_a_million_layers_is_refused(kind, options, originals, tmp_path):
+def test_network_of_too_many_layers_is_refused(kind, options, originals, tmp_path):
     folder = shutil.copytree(originals[kind], tmp_path / kind)
     key = {"detr": "decoder_layers", "yolos": "num_hidden_layers", "segformer": "depths"}[kind]
-    changed(folder, **{key: [10**6] * 4 if key == "depths" else 10**6})
+    changed(folder, **{key: [300] * 4 if key == "depths" else 10**6})
 
     assert f"'{key}' in its config.json is above 1,000" in complaint(folder, options)
 

@@ -137,6 +137,9 @@ SPOILED = {
     "map to a long text": (edited(FILE, normalizer=mapped(65)), "a character map that inserts more than 64 bytes"),
     "two maps": (edited(FILE, normalizer={"type": "Sequence", "normalizers": [mapped(64)] * 2}), "more than one char"),
     "no map": (edited(FILE, normalizer={"type": "Precompiled", "precompiled_charsmap": "?"}), "is not base64"),
+    "large text side": (
+        edited(CONFIG, text_config__intermediate_size=200_000), "describes a network of 26,057,774 numbers"
+    ),
     "long prefix of a part": (edited(FILE, model__continuing_subword_prefix="#" * 17), "more than 16 characters"),
     "long end of a word": (edited(FILE, model__end_of_word_suffix="#" * 17), "more than 16 characters"),
     "long words": (edited(FILE, model__max_input_chars_per_word=201), "201 as its max_input_chars_per_word"),

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import socket
+import struct
 import sys
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from PIL import Image
+from torch import nn
 
 import camserve
 import needs
@@ -23,7 +25,7 @@ from camserve_server.imaging import images
 from camserve_server.methods import METHODS
 from camserve_server.models import checkpoint, huggingface, parse
 from camserve_server.models.huggingface import folder as folder_checks
-from camserve_server.models.huggingface import loading
+from camserve_server.models.huggingface import loading, network
 from camserve_server.targets.values import ClassTarget
 from methods.tools import call, error_ratio, explain, inputs, job, maps, noise
 from models.lazy_folders import Servers, marked_except
@@ -565,6 +567,10 @@ def index_of_a_tokenizer(folder):
     changed(folder, transformers_weights=name)
 
 
+def long_header(folder):
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 10**6) + b" " * 10**6)
+
+
 def huge(folder):
     with (folder / "preprocessor_config.json").open("r+") as file:
         file.truncate(17 * 2**20)
@@ -627,6 +633,22 @@ def other_shapes(folder):
         (processing(size=9000), "in its preprocessor_config.json is 9,000, and 2,048 is the limit"),
         (processing(do_center_crop=True, crop_size={"height": 9000, "width": 9}), "is 9,000, and 2,048 is the limit"),
         (processing(crop_pct=1e-4), "crop_pct in its preprocessor_config.json is 0.0001, and 0.1 is the least"),
+        (
+            processing(image_processor_type="LlavaNextImageProcessor", image_grid_pinpoints=[[8000, 8000]]),
+            "image_grid_pinpoints in its preprocessor_config.json is 8,000",
+        ),
+        (
+            processing(
+                image_processor_type="Qwen2VLImageProcessor",
+                size={"shortest_edge": 100, "longest_edge": 1000},
+                patch_size=64,
+                merge_size=64,
+            ),
+            "patch_size times merge_size in its preprocessor_config.json is above 2,048",
+        ),
+        (long_header, "its header has 1,000,000 bytes; the limit for this model is"),
+        (lambda folder: changed(folder, num_labels=5_000_000), "'num_labels' in its config.json is above 250,000"),
+        (lambda folder: changed(folder, image_size=9000), "'image_size' in its config.json is above 8,192"),
         (endless, "its config.json is not a file"),
         (index_of_a_tokenizer, "its tokenizer.safetensors.index.json is not a file"),
         (without_writer, "its processor_config.json is not a file"),
@@ -640,6 +662,30 @@ def test_unusable_folder_is_refused_with_a_reason(folder, spoil, words):
     assert words in message
     assert "Traceback" not in message
     assert len(message) < 600
+
+
+def test_network_of_more_modules_than_the_limit_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(network, "MAX_MODULES", 10)
+
+    assert "it has more than 10 modules" in complaint(folder)
+    monkeypatch.undo()
+    models.load(parse(f"hf:{folder}"))
+
+
+def test_buffers_count_as_numbers_of_a_network(folder, monkeypatch):
+    def built(*_):
+        module = nn.Module()
+        module.register_buffer("table", torch.empty(11_000_000))
+        return module
+
+    monkeypatch.setattr(network, "_build", built)
+    assert "describes a network of 11,000,000 numbers" in complaint(folder)
+
+
+def test_label_is_no_setting(folder):
+    changed(folder, label2id={"toy blocks": 5000, "backbone": 1})
+
+    assert folder_checks.read_config(folder)["label2id"]["toy blocks"] == 5000
 
 
 def test_file_of_a_folder_is_a_regular_one_that_is_read_up_to_a_limit(tmp_path):

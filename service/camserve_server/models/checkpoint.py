@@ -213,6 +213,17 @@ def _read_into(stream: BinaryIO, memory: memoryview) -> None:
 # --- safetensors: the length of the header, a JSON header, the values ---
 
 
+def check_header(data: bytes, limit: int) -> None:
+    """Check the length of the header of a .safetensors file, which its first 8 bytes say.
+
+    Raises:
+        CorruptFileError: it is longer. The library accepts 100 MB, and takes 44 times as much memory for them.
+    """
+    (length,) = struct.unpack_from("<Q", data)
+    if length > limit:
+        raise CorruptFileError(f"its header has {length:,} bytes; the limit for this model is {limit:,}")
+
+
 def _read_safetensors(data: bytes, budget: SizeBudget) -> dict[str, Tensor]:
     """Parse a file with the safetensors library, after a check of the header's length.
 
@@ -220,9 +231,7 @@ def _read_safetensors(data: bytes, budget: SizeBudget) -> dict[str, Tensor]:
     reads from memory: `safe_open` maps the file, and truncating a mapped file ends the process with SIGBUS
     (docs/decisions/safetensors.md has the measurements).
     """
-    (length,), limit = struct.unpack_from("<Q", data), budget.metadata_bytes
-    if length > limit:  # the library accepts 100 MB, and takes 44 times as much memory for them
-        raise CorruptFileError(f"its header has {length:,} bytes; the limit for this model is {limit:,}")
+    check_header(data, budget.metadata_bytes)
     try:
         tensors = load_safetensors(data)
     except SafetensorError as error:

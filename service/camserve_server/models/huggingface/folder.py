@@ -20,12 +20,23 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 """Files of a tokenizer, which only `tokenizer.py` reads, with limits of their own."""
 
 MAX_LAYERS = 1000
-"""The largest number of layers, blocks or stages in the settings of a network."""
+"""The largest number of layers, blocks or stages in the settings of a network, in all items of a list together."""
+
+MAX_CLASSES = 250_000
+"""The largest number of classes; transformers makes a name for each as it reads the settings. ImageNet has 21,841."""
+
+MAX_SIDES = 8192
+"""The largest sum of the sides of an image or a window."""
 
 MAX_SETTINGS = 16 * 2**20
 """The largest number of bytes of a file of settings; those of a network with 21,000 labels have 2 million."""
 
-_DEPTH = re.compile("(layers|depths?|blocks|levels)$")
+_LIMITS = (
+    (re.compile("(layers|depths?|blocks|levels|stages|repeats)$"), MAX_LAYERS),
+    (re.compile("(labels|classes)$"), MAX_CLASSES),
+    (re.compile("(image|window|kernel|grid)_sizes?$"), MAX_SIDES),
+)
+"""Keys of whole numbers for which Python runs a loop as the network is built, and the largest of them."""
 
 # A file in the folder itself, in the only format without code.
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors", re.ASCII)
@@ -93,6 +104,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_file(path, MAX_SETTINGS, folder.name).decode())
         entries = list(_entries(config))
+        check_numbers(entries, folder.name)
     except (ValueError, RecursionError) as error:  # or nested too deeply
         raise ConfigError(f"{folder.name}: its config.json is not valid JSON: {error}") from error
     if not isinstance(config, dict):
@@ -100,7 +112,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     _check_needs(config, folder)
     check_timm(config, folder.name)
     check_backbones(entries, folder.name)
-    check_depth(entries, folder.name)
     return config
 
 
@@ -135,29 +146,36 @@ def check_backbones(entries: Iterable[tuple[str, Any]], name: str) -> None:
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of all objects in a JSON value."""
+    """Yield the entries of all objects in a JSON value, without those that have labels as their keys."""
     if isinstance(value, dict):
         yield from value.items()
-        value = list(value.values())
+        value = [inner for key, inner in value.items() if key != "label2id"]
     if isinstance(value, list):
         for item in value:
             yield from _entries(item)
 
 
-def check_depth(entries: Iterable[tuple[str, Any]], name: str) -> None:
-    """Refuse settings of a network of too many layers: building it would take hours.
+def check_numbers(entries: Iterable[tuple[str, Any]], name: str) -> None:
+    """Refuse settings of a network of too many layers or classes: building it would take hours, or fill the memory.
 
     Args:
         entries: keys and values of all objects in the settings.
         name: name of the folder.
 
     Raises:
-        ConfigError: there are more than MAX_LAYERS.
+        ConfigError: a number, or the sum of those in a list, is above its limit.
     """
     for key, value in entries:
-        numbers = value if isinstance(value, list) else [value]
-        if _DEPTH.search(key) and any(isinstance(number, int) and number > MAX_LAYERS for number in numbers):
-            raise ConfigError(f"{name}: {ascii(key)[:100]} in its config.json is above {MAX_LAYERS:,}")
+        for pattern, limit in _LIMITS:
+            if pattern.search(key) and _total(value) > limit:
+                raise ConfigError(f"{name}: {ascii(key)[:100]} in its config.json is above {limit:,}")
+
+
+def _total(value: Any) -> int:
+    """Return a whole number, or the sum of those in a list, in which each item counts as 1 at least."""
+    if isinstance(value, list):
+        return sum(map(_total, value))
+    return max(value, 1) if isinstance(value, int) else 1
 
 
 def check_timm(config: Mapping[str, Any], name: str) -> None:

@@ -13,6 +13,7 @@ from camserve_server.models.huggingface.folder import weight_files
 from camserve_server.models.huggingface.network import (
     build_random,
     build_with_weights,
+    check_weights,
     import_transformers,
     offline,
     read_settings,
@@ -54,6 +55,7 @@ def load(spec: ModelSpec, settings: Mapping[str, Any]) -> Source:
         preprocess = preprocess_of(load_processor(transformers, folder, spec.origin), spec.origin)
         kind = getattr(transformers, CLASSES[config.model_type])
         if spec.weights == "default":
+            check_weights(kind, config, files, spec)
             model = build_with_weights(kind, config, files, spec, "CLIP or SigLIP")
         else:
             model = build_random(kind, config, spec)

@@ -1,5 +1,6 @@
 """Build a network of transformers from its settings, with the weights in its folder or random ones."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from camserve_server.core.errors import ConfigError
 from camserve_server.models import checkpoint
@@ -21,6 +23,9 @@ MISSING = 'models of Hugging Face need `pip install "camserve[hf]"`'
 
 MOST_MISSING = 10_000_000
 """The numbers that a network may have beyond those in its weights; which ones are missing is reported by name."""
+
+MAX_MODULES = 50_000
+"""The largest number of modules of a network: numbers of layers may multiply. Large networks have some thousands."""
 
 _GENERIC = re.compile(r"LABEL_\d+")  # transformers' names for classes without a label
 
@@ -96,9 +101,23 @@ def build_random(kind: Any, config: Any, spec: ModelSpec) -> nn.Module:
 
 def _build(kind: Any, config: Any, spec: ModelSpec) -> nn.Module:
     try:
-        return cast("nn.Module", kind._from_config(config, **_options(kind, config)))  # noqa: SLF001 -- AutoModel calls the same
+        with _few_modules():
+            return cast("nn.Module", kind._from_config(config, **_options(kind, config)))  # noqa: SLF001 -- AutoModel calls the same
     except Exception as error:  # settings of unknown origin may be wrong in any way
         raise ConfigError(f"{spec.origin} cannot be built from its config.json: {one_line(error)}") from error
+
+
+@contextmanager
+def _few_modules() -> Iterator[None]:
+    """Raise an error inside the block when more modules than MAX_MODULES become parts of others."""
+    numbers = itertools.count(1)
+
+    def count(*_: Any) -> None:
+        if next(numbers) > MAX_MODULES:
+            raise ValueError(f"it has more than {MAX_MODULES:,} modules")
+
+    with register_module_module_registration_hook(count):
+        yield
 
 
 def check_weights(kind: Any, config: Any, files: Sequence[Path], spec: ModelSpec) -> None:
@@ -114,9 +133,11 @@ def check_weights(kind: Any, config: Any, files: Sequence[Path], spec: ModelSpec
         ConfigError: the settings describe no network, or one with far more numbers than the files have.
     """
     with torch.device("meta"):  # tensors without memory
-        expected = sum(parameter.numel() for parameter in _build(kind, config, spec).parameters())
+        network = _build(kind, config, spec)
+    expected = sum(tensor.numel() for tensor in (*network.parameters(), *network.buffers()))
+    limit = checkpoint.SizeBudget.of(network).metadata_bytes
     try:
-        saved = sum(map(_numbers_in, files))
+        saved = sum(_numbers_in(file, limit) for file in files)
     except Exception as error:
         raise ConfigError(f"the weights of {spec.origin} cannot be read: {one_line(error)}") from error
     if expected > 2 * saved + MOST_MISSING:
@@ -126,10 +147,11 @@ def check_weights(kind: Any, config: Any, files: Sequence[Path], spec: ModelSpec
         )
 
 
-def _numbers_in(file: Path) -> int:
-    """Return the number of numbers in a file of weights, from its header."""
-    with file.open("rb") as stream:
+def _numbers_in(file: Path, limit: int) -> int:
+    """Return the number of numbers in a file of weights, from its header, which has at most this many bytes."""
+    with checkpoint.open_regular(file) as stream:
         checkpoint.refuse_lfs_pointer(stream, file)
+        checkpoint.check_header(stream.read(8), limit)
     with safetensors.safe_open(file, "pt") as tensors:
         return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118 -- no mapping
 

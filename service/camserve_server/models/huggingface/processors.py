@@ -36,7 +36,10 @@ _MAX_SIDE = 2048
 _MIN_SHARE = 0.1
 """The smallest part of a resized photo that a processor may keep."""
 
-_SIDE = re.compile("size|edge|height|width|side|divisor")
+_SIDE = re.compile("size|edge|height|width|side|divisor|pinpoints|tiles|crops|patches|dynamic_patch|pixels")
+
+_UNITS = ("patch_size", "merge_size")
+"""Sides of which a processor makes each side of an image a multiple of the product."""
 
 _WHITE = 255  # the value of white in a photo
 _ROUNDING = 1e-5  # of a mean that was found
@@ -72,8 +75,12 @@ def _check_sides(processor: Any, origin: str) -> None:
         ConfigError: one is too large, or so much is cropped that the image before is.
     """
     for name, side in _sides(vars(processor)):
-        if not side <= _MAX_SIDE:
-            raise ConfigError(f"{origin}: {name} in its {PROCESSOR} is {side:,}, and {_MAX_SIDE:,} is the limit")
+        limit = _MAX_SIDE**2 if "pixels" in name else _MAX_SIDE
+        if not side <= limit:
+            raise ConfigError(f"{origin}: {name} in its {PROCESSOR} is {side:,}, and {limit:,} is the limit")
+    units = [getattr(processor, name, 1) for name in _UNITS]
+    if math.prod(unit for unit in units if isinstance(unit, int)) > _MAX_SIDE:
+        raise ConfigError(f"{origin}: {' times '.join(_UNITS)} in its {PROCESSOR} is above {_MAX_SIDE:,}")
     for owner in (vars(processor), getattr(processor, "data_config", {})):
         share = owner.get("crop_pct") or 1.0
         if not (isinstance(share, int | float) and share >= _MIN_SHARE):
