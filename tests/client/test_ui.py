@@ -4,9 +4,13 @@ import gzip
 import json
 import re
 import signal
+import stat
 import sys
 import threading
 from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import pytest
 
@@ -190,13 +194,39 @@ def test_command_serves_the_page_until_ctrl_c(served, tmp_path):
     assert process.returncode == 0
 
 
+def test_browser_is_opened_by_a_file_of_the_user_without_the_key(monkeypatch, served, tmp_path):
+    opened = []
+
+    def open_browser(address):
+        file = Path(url2pathname(urlsplit(address).path))
+        opened.append((address, file, stat.S_IMODE(file.parent.stat().st_mode), file.read_text()))
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(_ui.webbrowser, "open", open_browser)
+    with camserve.Client(served.address) as client, _ui.PageServer(client, 0) as page:
+        opening = threading.Thread(target=_ui._open_browser, args=(page,))
+        opening.start()
+        wait_until(lambda: opened)
+        serving_page = threading.Thread(target=page.serve_forever, args=(0.01,))
+        serving_page.start()
+        address, file, mode, text = opened[0]
+        found = send(page.server_port, "GET", re.search(r"url=http://127\.0\.0\.1:\d+(/[^\"]+)\"", text)[1])
+        opening.join()
+        page.shutdown()
+        serving_page.join()
+
+    assert (page.key in address, mode, found.status) == (False, 0o700, 200)
+    assert file.is_relative_to(tmp_path)
+    assert not file.parent.exists()
+
+
 def test_browser_is_opened_unless_it_is_not_wanted(monkeypatch, served):
     opened = []
-    monkeypatch.setattr(_ui.webbrowser, "open", opened.append)
-    monkeypatch.setattr(_ui.PageServer, "serve_forever", lambda _self: None)
+    monkeypatch.setattr(_ui, "_open_browser", opened.append)
+    monkeypatch.setattr(_ui.PageServer, "serve_forever", lambda _self: wait_until(lambda: opened))
     with camserve.Client(served.address) as client:
         for wanted in (True, False):
             _ui.run(client, 0, open_browser=wanted)
 
     assert len(opened) == 1
-    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{43}/", opened[0])
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/key-[\w-]{43}/", opened[0].url)

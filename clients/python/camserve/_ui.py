@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import secrets
 import select
 import socket
+import tempfile
 import threading
 import webbrowser
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import grpc
@@ -52,9 +55,24 @@ def run(client: Client, port: int, *, open_browser: bool) -> None:
         echo(f"The page is at {server.url}")
         echo("Press Ctrl-C to end.", err=True)
         if open_browser:
-            webbrowser.open(server.url)
+            threading.Thread(target=_open_browser, args=(server,), daemon=True).start()
         with suppress(KeyboardInterrupt):
             server.serve_forever()
+
+
+def _open_browser(server: PageServer) -> None:
+    """Open the page in a browser, by a file that only this user can read, and delete the file when the page is open.
+
+    All users of a machine can read the arguments of a browser, so the key may not be among them.
+    """
+    # Browsers in a sandbox, such as those of snap, cannot read the system's folder for temporary files.
+    home = os.path.expanduser("~")  # noqa: PTH111 -- a user without a home is no error
+    parent = home if os.access(home, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="camserve-ui-", dir=parent) as folder:
+        file = Path(folder, "page.html")
+        file.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={server.url}">\n', encoding="utf-8")
+        webbrowser.open(file.as_uri())
+        server.opened.wait()
 
 
 class PageServer(ThreadingHTTPServer):
@@ -66,6 +84,7 @@ class PageServer(ThreadingHTTPServer):
 
     Attributes:
         url: Address of the page, with the key.
+        opened: Event that is set when a browser has asked for the page.
     """
 
     daemon_threads = True
@@ -75,7 +94,8 @@ class PageServer(ThreadingHTTPServer):
         self.settings = client._settings  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]  # of the same package
         self.channel: Any = open_channel(self.settings)
         self.assets = assets.load()
-        self.key = secrets.token_urlsafe(32)
+        self.opened = threading.Event()
+        self.key = f"key-{secrets.token_urlsafe(32)}"  # the page leaves it out of links: see state.js
         super().__init__((HOST, port), _Handler)
         self.url = f"http://{HOST}:{self.server_port}/{self.key}/"
 
@@ -103,6 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path is None or path not in self.server.assets:
             self._send_text(404, "not found")
         else:
+            self.server.opened.set()
             asset = self.server.assets[path]
             unchanged = self.headers.get("If-None-Match") == asset.etag
             body, headers = asset.encoded(self.headers.get("Accept-Encoding", ""))

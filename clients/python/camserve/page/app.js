@@ -6,7 +6,7 @@ import { gridPanel, resetLook } from "./panels/grid.js";
 import { photosPanel } from "./panels/photos.js";
 import { themeButton } from "./panels/theme.js";
 import { connect } from "./server.js";
-import { changed, link, on, readAddress } from "./state.js";
+import { changed, fragment, on, readAddress } from "./state.js";
 import { debounced } from "./dom.js";
 
 readAddress();
@@ -18,7 +18,7 @@ controlsPanel();
 analysisPanel();
 
 /** Keep the address up to date, so that a reload or a bookmark restores everything but the photo. */
-const writeAddress = debounced(() => history.replaceState(null, "", link()), 300);
+const writeAddress = debounced(() => history.replaceState(null, "", fragment()), 300);
 on(["ask", "style"], writeAddress);
 
 addEventListener("hashchange", () => {

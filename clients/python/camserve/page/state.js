@@ -21,6 +21,8 @@ export const state = {
   receipt: null, // an opened receipt
 };
 
+const KEY = /key-[\w-]{43}\/$/;
+
 const listeners = new Map();
 
 /** Call a function after each change of a topic: a part of the state, or "reconnected". */
@@ -70,13 +72,18 @@ export function requestFor(model) {
   };
 }
 
-/** Return the address of this page with everything but the photo. */
-export function link() {
+/** Return true if this is the page of `camserve ui`: its address has the key, which is a secret of its user. */
+export const hasKey = () => KEY.test(location.pathname);
+
+/** Return the fragment of this page's address, with everything but the photo. */
+export function fragment() {
   const { models, layers, interventions, bands, window, ...request } = state.ask;
   const view = { ...state.view, models, layers, interventions, bands, window };
-  const fragment = writeLink({ request: { model: models[0], ...request }, style: state.style, view });
-  return `${location.href.split("#")[0]}#${fragment}`;
+  return `#${writeLink({ request: { model: models[0], ...request }, style: state.style, view })}`;
 }
+
+/** Return the address of this page without its key, with everything but the photo. */
+export const link = () => `${location.origin}${location.pathname.replace(KEY, "")}${location.search}${fragment()}`;
 
 /** Take over the state in the address of this page, if it has one. */
 export function readAddress() {

@@ -3,7 +3,7 @@ import { choice, debounced, download, fileButton, fill, h, labelled, say } from 
 import { receiptText } from "../lib/receipt.js";
 import { asCurl, asPython, renderingOf } from "../lib/snippets.js";
 import { methodName } from "../lib/words.js";
-import { changed, link, on, requestFor, state } from "../state.js";
+import { changed, hasKey, link, on, requestFor, state } from "../state.js";
 import { api } from "../server.js";
 import { titleOf } from "./cell.js";
 import { styleOf } from "./look.js";
@@ -20,6 +20,7 @@ export function sharePanel() {
     h("h3", "Link and receipt"),
     h("div.row", linked, fileButton("Open a receipt", ".json,application/json", ([file]) => openReceipt(file))),
     h("p.hint", "The link restores everything but the photo. A receipt has what is needed to compute a map again and to compare it."),
+    hasKey() ? h("p.hint", "The link lacks the key of this page, which nobody else should know. To use it, put what follows # after the address of a page.") : null,
     receiptReport(),
     code,
   ];
@@ -66,9 +67,9 @@ function showCode() {
   const rendering = { ...renderingOf(cell ? styleOf(cell) : state.style, state.view), bands, window };
   const request = { ...asked, maxPredictions: undefined, rendering };
   const options = { photo: state.photo?.name || "photo.jpg", token: api.token !== "" };
-  const base = location.href.split("#")[0].replace(/\/[^/]*$/, "");
+  const own = hasKey() ? {} : { address: location.href.split("#")[0].replace(/\/[^/]*$/, "") };
   const python = asPython(request, { ...options, address: `${location.hostname}:50051` });
-  fill(code, snippet("As Python", python, "The port is that of gRPC; 50051 unless the server was told another one."), snippet("As curl", asCurl(request, { ...options, address: base })));
+  fill(code, snippet("As Python", python, "The port is that of gRPC; 50051 unless the server was told another one."), snippet("As curl", asCurl(request, { ...options, ...own }), hasKey() ? "The address is that of the server's HTTP; http://localhost:8080 unless it has another one." : ""));
 }
 
 function snippet(title, text, hint = "") {
