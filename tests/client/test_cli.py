@@ -767,14 +767,15 @@ def test_explain_runs_with_a_client_of_another_program(ask: Any, photos: Any, tm
     (photos / "more" / "dog.webp").write_bytes(b"\xff\xd8\xff\x00")
     client = Ready()
 
-    done = ask(cli.explain, client, paths=(str(photos),), output=tmp_path / "out", colormap="hot")
+    methods = (camserve.Method("m"),)
+    done = ask(cli.explain, client, paths=(str(photos),), output=tmp_path / "out", methods=methods, colormap="hot")
 
     assert done.exit_code == 1
     assert names(tmp_path / "out") == ["cat.m.class_1.jpg", "cat.m.class_2.jpg"]
     assert (tmp_path / "out" / "cat.m.class_1.jpg").read_bytes() == ready(1).explanations[0].overlay
     assert {"50.0%", "cat.m.class_1.jpg", "cat.m.class_2.jpg"} <= set(done.stdout.split())
     assert f"error: {photos}/more/dog.webp: image: no" in done.stderr
-    assert client.options["methods"] == (camserve.Method("gradcam"),)
+    assert client.options["methods"] == methods
     assert (client.options["colormap"], client.options["top_k"]) == ("hot", 1)
     assert client.closed
 

@@ -49,9 +49,9 @@ def speak(server: hostile.Hostile, text: str) -> None:
     evaluated = evaluate_pb2.EvaluateResponse(explained=explained, readings=[reading])
     server.replies["Evaluate"] = evaluated.SerializeToString()
     server.replies["Explain"] = explained.SerializeToString()
-    server.stream(
-        lambda each: [explain_pb2.ExplainStreamResponse(request_id=each.request_id, response=explained)],
-    )
+    asked = hostile.explained(text)
+    asked.explanations[0].method = "gradcam"  # files are not named after another method than the one that was asked for
+    server.stream(lambda each: [explain_pb2.ExplainStreamResponse(request_id=each.request_id, response=asked)])
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,36 @@ def test_text_from_a_server_cannot_control_the_terminal(
     assert not isinstance(done.exception, Exception) or isinstance(done.exception, SystemExit), done.exception
     assert "b[/bold]" in done.output
     assert not OBEYED.search(done.output), ascii(done.output)
+
+
+def test_server_cannot_choose_a_file_to_overwrite(run: Any, server: Any, photo: Any) -> None:
+    keepsake = photo.with_name(f"{photo.stem}.original.raw.jpg")
+    keepsake.write_bytes(b"the only copy")
+    earlier = photo.with_name(f"{photo.stem}.gradcam.raw.jpg")
+    earlier.write_bytes(b"the overlay of an earlier run")
+    for method in ("original", "gradcam"):
+        answer = hostile.explained("raw")
+        answer.explanations[0].method = method
+        answer.explanations[0].target.ClearField("class_index")
+        for flag in ("augmentation_smoothing", "eigen_smoothing", "input_channel", "contrast"):
+            answer.explanations[0].ClearField(flag)
+        server.stream(lambda each: [explain_pb2.ExplainStreamResponse(request_id=each.request_id, response=answer)])  # noqa: B023 -- it is called in this round
+        done = run("explain", photo, "-o", photo.parent)
+
+        assert (done.exit_code, "methods that were not asked for: original" in done.output) == (
+            (1, True) if method == "original" else (0, False)
+        )
+    assert keepsake.read_bytes() == b"the only copy"
+    assert earlier.read_bytes() == hostile.overlay().data
+
+
+def test_picture_that_is_none_is_refused(server: Any) -> None:
+    answer = hostile.explained("x")
+    answer.explanations[0].overlay.data = b"#!/bin/sh"
+    server.replies["Explain"] = answer.SerializeToString()
+
+    with camserve.Client(server.address) as client, pytest.raises(camserve.Internal, match="not a JPEG, PNG or WebP"):
+        client.explain(hostile.image("JPEG"))
 
 
 @pytest.mark.parametrize("command", ["models", "explain {photo} -o {out}", "health"])

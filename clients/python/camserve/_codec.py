@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -47,6 +48,7 @@ _FUSION_NAMES = {number: name for name, number in _FUSIONS.items() if name}
 _MAX_EXPLANATIONS = 16 * 16 * 8  # methods × targets × layers of a request
 _MAX_CLASS_INDEX = (1 << 31) - 1
 _MAX_PHOTO_SIDE = 1 << 20  # pixels
+_PICTURE_START = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF.{4}WEBP", re.DOTALL)
 _LAYER_SEPARATOR = " + "  # joins the names of fused layers
 _MAX_PREDICTIONS = 1000
 _RGB = 3  # channels
@@ -509,8 +511,8 @@ def _decode_explanation(message: explain_pb2.Explanation, photo: Photo, receipt:
         parameters={name: value(parameter) for name, parameter in message.parameters.items()},
         photo=photo,
         heatmap=_decode_heatmap(message.heatmap) if message.HasField("heatmap") else None,
-        overlay_picture=_decode_picture(message.overlay) if message.HasField("overlay") else None,
-        colored_picture=_decode_picture(message.heatmap_image) if message.HasField("heatmap_image") else None,
+        overlay_picture=decode_picture(message.overlay) if message.HasField("overlay") else None,
+        colored_picture=decode_picture(message.heatmap_image) if message.HasField("heatmap_image") else None,
         resolved=_targets.decode(message.resolved_target),
         intensity=_decode_heatmap(message.intensity) if message.HasField("intensity") else None,
         completeness_error=message.completeness_error if message.HasField("completeness_error") else None,
@@ -552,7 +554,14 @@ def _decode_class_map(message: explain_pb2.ClassMap) -> NDArray[np.uint16]:
     return values.astype(np.uint16, copy=False).reshape(message.height, message.width)
 
 
-def _decode_picture(message: explain_pb2.Picture) -> Picture:
+def decode_picture(message: explain_pb2.Picture) -> Picture:
+    """Decode a picture.
+
+    Raises:
+        Internal: The data is not a file of a format that can be requested: it might be written to a file of that name.
+    """
+    if not _PICTURE_START.match(message.data):
+        raise Internal("the server sent a picture that is not a JPEG, PNG or WebP file")
     return Picture(FORMAT_NAMES.get(message.format, ""), message.data, message.width, message.height)
 
 

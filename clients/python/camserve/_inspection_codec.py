@@ -14,7 +14,6 @@ from camserve import _codec, _interventions, _targets
 from camserve._checks import invalid, look_up
 from camserve._errors import Internal, InvalidArgument
 from camserve._inspection import Channel, FeatureBasis, Features, Inspection, LayerReading, Statistics
-from camserve._picture import Picture
 from camserve._rendering import FORMATS
 from camserve.v1 import explain_pb2
 
@@ -255,8 +254,7 @@ def features(message: explain_pb2.ExtractFeaturesResponse, options: FeaturesOpti
     Raises:
         Internal: The raw maps do not have the declared number of values.
     """
-    common, tiles = _decode_common_fields(message), message.picture
-    picture = Picture(_codec.FORMAT_NAMES.get(tiles.format, ""), tiles.data, tiles.width, tiles.height)
+    common = _decode_common_fields(message)
     return Features(
         channels=tuple(
             Channel(
@@ -269,7 +267,7 @@ def features(message: explain_pb2.ExtractFeaturesResponse, options: FeaturesOpti
             for channel in message.channels
         ),
         maps=_decode_maps(message),
-        picture=picture if message.HasField("picture") else None,
+        picture=_codec.decode_picture(message.picture) if message.HasField("picture") else None,
         layer=message.layer,
         channel_count=message.channel_count,
         grid=(message.grid_height, message.grid_width),

@@ -633,6 +633,9 @@ def _explain_images(images: list[Path], output: Path, connect: Connect, flags: E
                 if isinstance(outcome, camserve.CamserveError):
                     failed += _print_error(f"{image}: {outcome}")
                     continue
+                if odd := _unasked_methods(outcome, flags):
+                    failed += _print_error(f"{image}: the server answered with methods that were not asked for: {odd}")
+                    continue
                 written = _write_result(names, image, outcome, flags)
                 rows += _tables.result_rows(image, written, outcome)
                 region_rows += _tables.region_rows(written)
@@ -719,6 +722,15 @@ def _as_usage_errors() -> Generator[None, None, None]:
         yield
     except camserve.InvalidArgument as error:
         raise click.UsageError(str(error)) from error
+
+
+def _unasked_methods(result: camserve.Result, flags: ExplainFlags) -> str:
+    """Return the methods of a result that were not asked for.
+
+    The method is a part of the names of files. With another one the server could replace files of the user.
+    """
+    asked = {method.name for method in flags["methods"]}
+    return ", ".join(sorted({explanation.method for explanation in result.explanations} - asked))
 
 
 def _write_result(
