@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import math
 import threading
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -145,7 +146,18 @@ async def test_every_status_becomes_an_error_of_its_class(
     assert type(caught.value) is expected
     assert caught.value.code is code
     assert caught.value.message == "because"
-    assert isinstance(caught.value.__cause__, grpc.RpcError)
+    assert isinstance(caught.value.__context__, grpc.RpcError)
+
+
+async def test_traceback_of_an_error_cannot_control_the_terminal(client: Any, refuse: Any) -> None:
+    refuse("NOT_FOUND", message="\x1b]0;title\x07nothing\u202e")
+
+    with pytest.raises(camserve.NotFound) as caught:
+        await client.explain(b"1")
+
+    shown = "".join(traceback.format_exception(caught.value))
+    assert r"\x1b]0;title\x07nothing\u202e" in shown
+    assert not {"\x1b", "\x07", "\u202e"} & set(shown)
 
 
 async def test_details_of_an_error_are_decoded(client: Any, refuse: Any) -> None:
@@ -344,7 +356,7 @@ async def test_invalid_request_is_not_sent(client: Any, server: Any) -> None:
 
 
 async def test_response_of_32_mib_is_received(client: Any, server: Any) -> None:
-    large = bytes(32 * 2**20)
+    large = b"\xff\xd8\xff" + bytes(32 * 2**20)
     default_answer = server.answer
 
     def answer(request: Any, request_id: str) -> Any:

@@ -330,7 +330,7 @@ def translate_errors(address: str, request_id: str) -> Generator[None, None, Non
         error.request_id = error.request_id or request_id
         raise
     except grpc.RpcError as error:
-        raise _translate(error, address, request_id) from error
+        raise _translate(error, address, request_id) from None  # a traceback would show the server's text unescaped
     except (ValueError, grpc.aio.UsageError) as error:  # gRPC raises these if the channel is closed
         raise FailedPrecondition(f"the client is closed ({error})") from error
 

@@ -26,6 +26,7 @@ from camserve._errors import CamserveError
 from camserve.diff import calibration, compare, lines, outputs, recording, run
 from camserve.diff.recording import Recording
 from camserve.diff.values import Change, DiffSettings
+from camserve.terminal import brief
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,4 +129,4 @@ def _compare(folder: Path, client: Client, image: ImageLike, options: ExplainOpt
 
 def _describe(case: Case) -> str:
     how = f"{case.method} on {case.layer}" if case.layer else case.method
-    return f"{how}, {case.target}: {case.change}: {outputs.describe(case)}"
+    return brief(f"{how}, {case.target}: {case.change}: {outputs.describe(case)}")  # the server named method and target

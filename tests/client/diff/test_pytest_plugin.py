@@ -72,6 +72,18 @@ def test_model_that_predicts_another_class_fails(
         snapshot(tmp_path)(explainer, photo, model="tiny")
 
 
+def test_labels_of_a_server_cannot_control_the_terminal(
+    tmp_path: Path, explainer: Any, photo: Path, models: looks.Looks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looks, "LABELS", ("\x1b]0;a\x07cat", "\x1b[2Jdog\u202e"))
+    record(tmp_path, explainer, photo)
+    models.flipped = {"tiny"}
+
+    with pytest.raises(pytest.fail.Exception, match=r"prediction changed: .*\\x1b.* becomes .*\\x1b") as failed:
+        snapshot(tmp_path)(explainer, photo, model="tiny")
+    assert not {"\x1b", "\x07", "\u202e"} & set(str(failed.value))
+
+
 @pytest.mark.usefixtures("models")
 def test_missing_snapshot_says_how_to_record_it(tmp_path: Path, explainer: Any, photo: Path) -> None:
     with pytest.raises(pytest.fail.Exception, match=r"no snapshot in .*: record it with pytest --camserve-update"):
