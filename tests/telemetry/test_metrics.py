@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import camserve
 import fork_server
+from camserve import connect
 from camserve_server import telemetry
 from camserve_server.api import exposure, oip, tokens
 from camserve_server.api.oip.v2 import inference_pb2
@@ -346,7 +347,7 @@ def settings(**given):
 @contextlib.contextmanager
 def scraped(**given):
     """Serve only metrics; yield the address."""
-    now, chosen = telemetry.ServerSnapshot(ready=True, in_flight=3), settings(metrics_address="0", **given)
+    now, chosen = telemetry.ServerSnapshot(ready=True, in_flight=3), settings(**{"metrics_address": "0", **given})
     with opened_ports() as ports, metrics_endpoint.open_telemetry(chosen, lambda: now) as opened:
         assert opened.prometheus_metrics
         yield f"127.0.0.1:{ports['metrics']}"
@@ -411,6 +412,34 @@ def test_other_paths_return_only_the_path_of_the_metrics():
             head = line.makefile("rb").read().decode()
         assert head.startswith("HTTP/1.1 501 ")
         assert "Python" not in head
+
+
+@pytest.mark.parametrize(
+    ("address", "origin", "host", "code"),
+    [
+        ("127.0.0.1:0", "", "localhost:9464", 200),
+        ("127.0.0.1:0", "", "evil.example.com:9464", 403),  # its name was made to resolve to this machine
+        ("127.0.0.1:0", "", "camserve", 403),
+        ("127.0.0.1:0", "", "metrics.example.com", 200),  # one of http_origins
+        ("127.0.0.1:0", "http://localhost:8000", "localhost:9464", 403),
+        ("127.0.0.1:0", "null", "localhost:9464", 403),
+        ("0.0.0.0:0", "", "10.0.0.7:9464", 200),  # as Prometheus asks a pod
+        ("0.0.0.0:0", "", "camserve:9464", 200),
+        ("0.0.0.0:0", "", "evil.example.com:9464", 403),
+    ],
+)
+def test_web_pages_of_others_cannot_read_the_metrics(address, origin, host, code):
+    lines = [f"Host: {host}", "Connection: close", *([f"Origin: {origin}"] if origin else [])]
+    with (
+        scraped(metrics_address=address, http_origins=("https://metrics.example.com",)) as opened,
+        socket.create_connection(opened.split(":")) as line,
+    ):
+        line.sendall("\r\n".join(["GET /metrics HTTP/1.1", *lines, "\r\n"]).encode())
+        received = line.makefile("rb").read().decode()
+
+    assert received.startswith(f"HTTP/1.1 {code} ")
+    assert ("camserve_calls_in_flight 3.0" in received) == (code == 200)
+    assert all(f"{name}: {value}\r\n" in received for name, value in connect.SECURITY_HEADERS.items())
 
 
 @contextlib.contextmanager

@@ -8,11 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from socket import AF_INET, AF_INET6, SHUT_RDWR, socket
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
+from camserve import connect
 from camserve_server.api import tokens
+from camserve_server.api.hosts import Hosts
 from camserve_server.core import logs
 from camserve_server.core.config import Settings
 from camserve_server.core.errors import ConfigError, ServiceError, Unauthenticated
@@ -125,6 +128,7 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
         self.address_family = AF_INET6 if host.startswith("[") else AF_INET
         self.metrics = encode
         self._settings = settings
+        self._hosts = Hosts(settings.metrics_address, settings.http_origins, tls=bool(settings.tls_cert))
         self._tokens = tokens.file(settings.tokens_file) if settings.tokens_file else None
         self._open: dict[Any, tuple[float, socket]] = {}
         """Start time of each connection, and a duplicate of its socket, which TLS does not wrap; the oldest first."""
@@ -182,18 +186,22 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
         """Log a broken connection at debug level: the client is usually the cause."""
         log.debug("a request for metrics failed: %s", sys.exc_info()[1])
 
-    def check(self, authorization: list[str]) -> None:
+    def check(self, headers: Message) -> None:
         """Check that a client may read the metrics.
 
         Args:
-            authorization: every value of the Authorization header.
+            headers: headers of its request.
 
         Raises:
-            ServiceError: the token is missing or unknown, or lacks the role "observe".
+            ServiceError: a web page asks, or the token is missing or unknown, or lacks the role "observe".
         """
+        if "Origin" in headers:
+            raise ServiceError("web pages may not read the metrics")
+        if not self._hosts.allow(headers.get("Host", "")):
+            raise ServiceError("the header Host does not name this server: see http_origins")
         if self._tokens is None:
             return
-        token = tokens.authenticate(self._tokens.current(), list(authorization))
+        token = tokens.authenticate(self._tokens.current(), list[object](headers.get_all("Authorization") or ()))
         if "observe" not in token.roles:
             raise ServiceError("metrics need a token with the role observe")
 
@@ -208,7 +216,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Send the metrics in the requested format."""
         try:
-            self.server.check(self.headers.get_all("Authorization") or [])
+            self.server.check(self.headers)
         except ServiceError as error:
             self._send_text(401 if isinstance(error, Unauthenticated) else 403, str(error))
             return
@@ -228,6 +236,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
+        for name, value in connect.SECURITY_HEADERS.items():
+            self.send_header(name, value)
         self.send_header("Connection", "close")  # the timeout is for the whole connection
         if code == 401:  # noqa: PLR2004 -- HTTP's own number
             self.send_header("WWW-Authenticate", "Bearer")

@@ -5,7 +5,7 @@ import gzip
 import pytest
 
 from camserve import assets, connect
-from camserve_server.api.http.origins import Hosts
+from camserve_server.api.hosts import Hosts
 from http_calls import EXPLAIN, LIST, exchange, head, post, request, statuses
 
 ORIGINS = ("https://camserve.example.com", "http://notebook:8888")

@@ -1,11 +1,10 @@
 """Checks of the headers Host and Origin, CORS, and the headers of every response.
 
 A page of another origin can send requests to a server on the visitor's machine or network. The checks refuse them: by
-the header Origin, and, where the page's own host name was made to resolve to this server (DNS rebinding), by Host.
+the header Origin, and, where the page's own host name was made to resolve to this server (DNS rebinding), by Host
+(`api/hosts.py`).
 """
 
-import ipaddress
-from collections.abc import Iterable
 from email.utils import formatdate
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -13,11 +12,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from camserve import connect
-from camserve_server.api.exposure import is_local
+from camserve_server.api.hosts import Hosts
 from camserve_server.core.config import Settings
 
 HEADER_OVERHEAD = 32  # bytes that each header counts beyond its own, as in HTTP/2
-LOCAL_NAME = "localhost"
 ALLOWED_HEADERS = (
     "authorization, content-type, connect-protocol-version, connect-timeout-ms, x-request-id, traceparent, tracestate"
 )
@@ -85,41 +83,6 @@ class OriginCheck:
             await send(message)
 
         return send_with_headers
-
-
-class Hosts:
-    """Host names that a request may be addressed to.
-
-    With TLS every name is allowed: a browser has checked it against the certificate. Without, the address of the server
-    decides. On a loopback address only its own names are allowed. On any other one, IP addresses and names without a
-    dot are allowed too, which nobody else can register.
-
-    Args:
-        address: address that the server listens on.
-        origins: origins whose host names are allowed.
-        tls: True if the server uses TLS.
-    """
-
-    def __init__(self, address: str, origins: Iterable[str], *, tls: bool) -> None:
-        self._tls, self._local = tls, is_local(address)
-        self._names = {LOCAL_NAME, *(_name(origin.partition("://")[2]) for origin in origins)}
-
-    def allow(self, host: str) -> bool:
-        """Return True if a request may have this header Host."""
-        name = _name(host)
-        if self._tls or name in self._names:
-            return True
-        try:
-            address = ipaddress.ip_address(name.strip("[]"))
-        except ValueError:
-            return not self._local and bool(name) and "." not in name
-        return not self._local or address.is_loopback
-
-
-def _name(host: str) -> str:
-    """Return a host without its port, in lower case."""
-    name, separator, port = host.rpartition(":")
-    return (name if separator and port.isdecimal() else host).lower()
 
 
 def _plain(text: str, status: int) -> Response:
