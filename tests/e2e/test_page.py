@@ -3,9 +3,12 @@
 import base64
 import contextlib
 import io
+import json
 import re
 import shutil
 import signal
+import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,7 @@ from playwright.sync_api import sync_playwright
 
 import camserve
 import needs
+from camserve import _ui
 from camserve_server.api import auth, tokens
 from coloured import painted
 from robustness import nets
@@ -953,6 +957,54 @@ HOSTILE = (
     "</title><b>bold</b>",
     "&lt;i&gt; ${window.hacked=1} {{hacked}}",
 )
+
+
+def test_attributes_are_never_code(page):
+    """Names of a link or a receipt may be objects, which elements take as attributes."""
+    made = "import('./dom.js').then(({ h }) => h('p.c', { ONCLICK: 'a', onclick: 'a', onblur: () => 1 }).outerHTML)"
+
+    assert page.evaluate(made) == '<p class="c"></p>'
+
+
+def test_link_with_an_object_in_place_of_a_name_shows_none(opened):
+    content = json.dumps([{"targets": [{"text": {"ONCLICK": "window.hit = 1", "CLASS": "chip"}}]}, {}, {}])
+    page = opened(fragment=f"#1.{base64.urlsafe_b64encode(content.encode()).decode().rstrip('=')}", bypass_csp=True)
+    page.wait_for_selector("[data-status=ready]")
+    explained(page, maps=0)
+
+    assert page.locator("[onclick], #controls .chip").count() == 0
+
+
+def test_command_opens_the_page_and_its_key_is_in_nothing_that_is_shared(chromium, served, monkeypatch):
+    opened = []
+    monkeypatch.setattr(_ui.webbrowser, "open", opened.append)
+    with camserve.Client(served.address) as client, _ui.PageServer(client, 0) as proxy:
+        tasks = (proxy.serve_forever, partial(_ui._open_browser, proxy))
+        threads = [threading.Thread(target=task) for task in tasks]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: opened)
+        window = new_window(chromium, permissions=["clipboard-read", "clipboard-write"])
+        page = window.new_page()
+        page.goto(opened[0])
+        page.wait_for_selector("[data-status=ready]")
+        choose_photo(page)
+        page.get_by_role("tab", name="Save and share").click()
+        page.get_by_role("button", name="Copy the link").click()
+        page.get_by_role("button", name="Copied").wait_for()
+        copied = page.evaluate("navigator.clipboard.readText()")
+        shown, address = page.locator("#analysis").text_content(), page.url
+        page.reload()
+        page.wait_for_selector("[data-status=ready]")
+        window.close()
+        proxy.shutdown()
+        for thread in threads:
+            thread.join()
+
+    assert address.startswith(f"{proxy.url}#1.")
+    assert copied == address.replace(f"{proxy.key}/", "")
+    assert "http://localhost:8080/camserve.v1.ExplainService/Explain" in shown
+    assert proxy.key not in opened[0] + copied + shown
 
 
 def test_labels_are_never_html(opened, tmp_path):

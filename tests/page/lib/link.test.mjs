@@ -12,7 +12,7 @@ const STATE = {
     targets: [{ label: "tabby ü </script>" }, { contrast: { why: { classIndex: 281 }, whyNot: { label: "lynx" } } }],
     topK: 2,
   },
-  style: { sign: "both", scale: 2.5, threshold: { quantile: 0.8 }, fade: true, smooth: false, opacity: 0, contourLines: 0 },
+  style: { sign: "both", scale: "shared", threshold: { quantile: 0.8 }, fade: true, smooth: false, opacity: 0, contourLines: 0 },
   view: { models: ["resnet50", "vit"], layers: { resnet50: ["layer4"] }, regions: true },
 };
 
@@ -52,6 +52,21 @@ test("values of the wrong type are left out", () => {
   const style = { opacity: 2, scale: -1, threshold: { quantile: 7 }, contourLines: 99, fade: "yes", colormap: "jet" };
   const view = { models: [1], layers: { a: "b" }, interventions: { a: [{ layer: "b", channels: "c", silence: true }] }, bands: [-1], peak: 1, regions: false };
   assert.deepEqual(readLink(encoded(JSON.stringify([request, style, view]))), { request: { fusion: "FUSION_MAX" }, style: { colormap: "jet" }, view: { regions: false } });
+});
+
+test("a link has only what the controls of the look can show", () => {
+  const hidden = [{ threshold: { value: 1e30 } }, { threshold: { quantile: 0.5, value: 1e30 } }, { threshold: { quantile: 1 } }, { scale: 1e30 }, { sign: "none" }, { colormap: "black" }, { contourLines: 9 }];
+  for (const style of hidden) assert.deepEqual(readLink(encoded(JSON.stringify([{}, style, {}]))).style, {});
+  const shown = { threshold: { quantile: 0.95 }, scale: "map", sign: "absolute", colormap: "viridis", contourLines: 8 };
+  assert.deepEqual(readLink(encoded(JSON.stringify([{}, shown, {}]))).style, shown);
+});
+
+test("names in the targets of a link are texts and numbers", () => {
+  const attributes = { ONCLICK: "alert(1)", onclick: "alert(1)" };
+  const wrong = [{ text: attributes }, { label: attributes }, { classIndex: attributes }, { classIndex: "1" }, { contrast: { why: { label: attributes } } }, { contrast: { why: null } }, { finer: { against: [{ label: attributes }] } }, { finer: [[1]] }];
+  for (const target of wrong) assert.deepEqual(readLink(encoded(JSON.stringify([{ targets: [target] }, {}, {}]))).request, {});
+  const targets = [{ text: "a cat" }, { label: "cat", softmax: true }, { finer: { why: { classIndex: 1 }, against: [{ label: "dog" }], weight: 0.5 } }, { detection: { className: { classIndex: 0 }, box: { left: 1, right: 3 } } }];
+  assert.deepEqual(readLink(encoded(JSON.stringify([{ targets }, {}, {}]))).request, { targets });
 });
 
 test("a link cannot reach the prototype of objects", () => {

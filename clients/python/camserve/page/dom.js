@@ -7,7 +7,7 @@ const isThere = (value) => (value ?? false) !== false;
 
 /**
  * Create an element: h("p.hint", {id: "x"}, "text"). Classes come after the tag, and attributes may be left out. Names
- * that start with "on" are listeners, true and false set or leave out an attribute. Children are nodes or text: text is
+ * that start with "on" are listeners, which must be functions; true and false set or leave out an attribute. Children are nodes or text: text is
  * never parsed as HTML, so labels from a server are safe.
  */
 export function h(selector, ...children) {
@@ -17,8 +17,8 @@ export function h(selector, ...children) {
   const attributes = children[0]?.constructor === Object ? children.shift() : {};
   for (const [name, value] of Object.entries(attributes)) {
     if (!isThere(value)) continue;
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else node.setAttribute(name, value === true ? "" : String(value));
+    if (typeof value === "function") node.addEventListener(name.slice(2), value);
+    else if (!/^on/i.test(name)) node.setAttribute(name, value === true ? "" : String(value));
   }
   return fill(node, children);
 }

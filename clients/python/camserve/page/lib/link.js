@@ -1,9 +1,13 @@
 /** The page's state as a URL fragment, and back. */
 import { base64Of, bytesOf } from "./maps.js";
-import { isBoolean, isCount, isIntervention, isObject, isText, listOf } from "./receipt.js";
+import { COLORMAPS } from "./colormaps.js";
+import { isBoolean, isCount, isIntervention, isObject, isTarget, isText, listOf } from "./receipt.js";
 
 const VERSION = "1.";
 const LONGEST = 8192; // characters of a fragment that is read
+
+export const MOST_HIDDEN = 0.95; // of a map's cells, by the threshold
+export const MOST_LINES = 8; // contour lines
 
 /** Return the URL fragment, without "#", of a page's state; photos are left out, also those of targets, and masks. */
 export function writeLink({ request = {}, style = {}, view = {} }) {
@@ -31,27 +35,29 @@ export function readLink(fragment) {
 }
 
 const isShare = (value) => typeof value === "number" && value >= 0 && value <= 1;
+const oneOf = (...known) => (value) => known.includes(value);
 const shortListOf = (fits) => (value) => listOf(fits)(value) && value.length <= 16;
 const byModel = (fits) => (value) => isObject(value) && Object.values(value).every(shortListOf(fits));
 
 const REQUEST = {
   model: isText,
   methods: shortListOf((value) => isObject(value) && isText(value.name)),
-  targets: shortListOf(isObject),
+  targets: shortListOf(isTarget),
   topK: isCount,
   fusion: isText,
   valueRange: isObject,
 };
 
+/** What the controls of the look can be set to: a link must not hide a map by something that they do not show. */
 const STYLE = {
-  sign: isText,
-  scale: (value) => value === "map" || value === "shared" || (typeof value === "number" && value > 0),
-  threshold: (value) => isObject(value) && (isShare(value.quantile) || value.value >= 0),
-  colormap: isText,
+  sign: oneOf("positive", "negative", "both", "absolute"),
+  scale: oneOf("map", "shared"),
+  threshold: (value) => isObject(value) && Object.keys(value).join() === "quantile" && isShare(value.quantile) && value.quantile <= MOST_HIDDEN,
+  colormap: oneOf(...COLORMAPS),
   opacity: isShare,
   fade: isBoolean,
   smooth: isBoolean,
-  contourLines: (value) => isCount(value) && value <= 16,
+  contourLines: (value) => isCount(value) && value <= MOST_LINES,
 };
 
 const VIEW = {

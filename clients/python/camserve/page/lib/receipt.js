@@ -109,6 +109,15 @@ const entries = (value, fits) => isObject(value) && Object.values(value).every(f
 export const isCount = (value) => Number.isInteger(value) && value >= 0;
 export const listOf = (fits) => (value) => Array.isArray(value) && value.every((item) => fits(item));
 
+const NAMED = new Map([["text", isText], ["label", isText], ["classIndex", isCount], ["class_index", isCount]]);
+const isPlain = (value) => ["string", "number", "boolean"].includes(typeof value);
+const isPart = (value) => isPlain(value) || isTarget(value) || listOf(isTarget)(value);
+
+/** Return true for a target, in the API's JSON or a receipt's, and for a part of one: its names are texts and numbers. */
+export function isTarget(value) {
+  return isObject(value) && Object.entries(value).every(([name, part]) => (NAMED.get(name) ?? isPart)(part));
+}
+
 const CHANGES = ["silence", "scale", "clamp", "replaceMean", "clipGradient"];
 
 /** Return true for an intervention, in the API's JSON or a receipt's. */
@@ -131,7 +140,7 @@ const CHECKS = [
   ["interventions", "a list of interventions", listOf(isIntervention)],
   ["input_channel", "the index of a channel", isCount],
   ["fusion", "null, mean, max, product, sum", (value) => value === null || Object.values(FUSIONS).includes(value)],
-  ["target", "an object", isObject],
+  ["target", "a target", isTarget],
   ["score", "a number", isNumber],
   ["verdict", "a verdict", isText],
   ["heatmap", "null or a map that matches its SHA-256", (value) => value === null || isIntact(value)],

@@ -1,6 +1,7 @@
 /** The controls of the drawing: every change is drawn in the browser, without a request. */
 import { checkbox, choice, h, labelled } from "../dom.js";
 import { COLORMAPS } from "../lib/colormaps.js";
+import { MOST_HIDDEN, MOST_LINES } from "../lib/link.js";
 import { changed, restyle, state } from "../state.js";
 
 const SIGNS = [
@@ -10,7 +11,6 @@ const SIGNS = [
   ["both", "For and against"],
   ["absolute", "Strength"],
 ];
-const MOST_HIDDEN = 95; // per cent
 
 function slider(label, value, [least, most, step], unit, onchange) {
   const output = h("output", value + unit);
@@ -41,10 +41,10 @@ export function lookBar() {
     "div.look",
     { role: "group", "aria-label": "Look of the maps" },
     slider("Opacity", Math.round(100 * style.opacity), [0, 100, 1], " %", (value) => restyle({ opacity: value / 100 })),
-    slider("Hide weakest", hidden, [0, MOST_HIDDEN, 1], " %", threshold),
+    slider("Hide weakest", hidden, [0, 100 * MOST_HIDDEN, 1], " %", threshold),
     labelled("Show", choice(SIGNS, style.sign ?? "", (sign) => restyle({ sign: sign || null }))),
     labelled("Colours", choice(colormaps, style.colormap ?? "", (name) => restyle({ colormap: name || null }))),
-    slider("Contour lines", style.contourLines, [0, 8, 1], "", (contourLines) => restyle({ contourLines })),
+    slider("Contour lines", style.contourLines, [0, MOST_LINES, 1], "", (contourLines) => restyle({ contourLines })),
     h(
       "div",
       { class: "switches" },
