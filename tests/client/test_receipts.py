@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import camserve
-from camserve import _codec, _replay
+from camserve import _codec, _local, _replay
 from camserve.v1 import explain_pb2
 
 if TYPE_CHECKING:
@@ -192,6 +193,22 @@ def test_field_that_is_missing_is_named(receipt: camserve.Receipt, name: str) ->
 def test_file_that_cannot_be_read_is_named(path: str) -> None:
     with pytest.raises(camserve.InvalidArgument, match="cannot read"):
         camserve.Receipt.load(path)
+
+
+def test_large_file_and_a_pipe_are_not_read_as_a_receipt(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "large").write_text("{")
+    os.truncate(tmp_path / "large", _local.MAX_TEXT_BYTES + 1)
+    os.mkfifo(tmp_path / "pipe")
+
+    for name, words in {"large": "it has more than 67,108,864 bytes", "pipe": "not a regular file"}.items():
+        with pytest.raises(camserve.InvalidArgument, match=words):
+            camserve.Receipt.load(tmp_path / name)
+
+
+def test_receipt_with_an_infinite_range_of_values_is_json(receipt: camserve.Receipt) -> None:
+    odd = replace(receipt, value_range=(-math.inf, math.inf))
+
+    assert camserve.Receipt.from_json(odd.to_json()).value_range == odd.value_range
 
 
 def test_replay_requests_everything_in_the_receipt(receipt: camserve.Receipt) -> None:

@@ -37,26 +37,68 @@ _PHOTO_START = re.compile(
     re.DOTALL,
 )
 _HEAD_BYTES = 18  # the longest start that identifies a format
-_MAX_PHOTO_BYTES = 1 << 30
+MAX_PHOTO_BYTES = 128 << 20
+"""Most bytes of a photo: 16 megapixels in 8 channels. A server accepts 8 MiB, unless it is configured otherwise.
+
+Each byte is held several times while it is sent, and a sparse file can have any size and take no room on the disk.
+"""
+
+MAX_TEXT_BYTES = 64 << 20
+"""Most bytes of a file of JSON: a receipt with the largest map has some megabytes."""
 
 
-def read_photo(file: Readable, size: int) -> bytes:
+class TooLarge(InvalidArgument):
+    """A photo has more bytes than may be read."""
+
+
+def read_photo(file: Readable, size: int, limit: int = MAX_PHOTO_BYTES) -> bytes:
     """Read a photo. If the file is not a photo or is too large, only its first bytes are read.
 
     Args:
         file: The file, positioned at its start.
         size: Size of the file in bytes; 0 if unknown.
+        limit: Most bytes to read.
 
     Raises:
-        InvalidArgument: The file is not a photo, and therefore must not leave this machine; or it is too large.
+        InvalidArgument: The file is not a photo, and therefore must not leave this machine.
+        TooLarge: The file has more bytes than the limit.
     """
     head = file.read(_HEAD_BYTES)
-    if head and not _PHOTO_START.match(head):
+    check_photo(head, size, limit)
+    data = head + file.read(size or limit + 1)
+    check_photo(head, len(data), limit)
+    return data
+
+
+def check_photo(data: bytes, size: int, limit: int = MAX_PHOTO_BYTES) -> None:
+    """Check the first bytes of a photo, and its size in bytes; the errors are those of ``read_photo``."""
+    if data and not _PHOTO_START.match(data):
         raise InvalidArgument(f"image: {NOT_A_PHOTO}, so it was not sent", fields={"image": NOT_A_PHOTO})
-    if size > _MAX_PHOTO_BYTES:
-        reason = f"it has {size:,} bytes; no server accepts more than {_MAX_PHOTO_BYTES:,}"
-        raise InvalidArgument(f"image: {reason}", fields={"image": reason})
-    return head + file.read()
+    if size > limit:
+        reason = f"it has {size:,} bytes; a photo may have {limit:,}"
+        raise TooLarge(f"image: {reason}", fields={"image": reason})
+
+
+def read_regular(path: str | os.PathLike[str], limit: int = MAX_TEXT_BYTES) -> bytes:
+    """Return the content of a regular file that is not larger than a limit.
+
+    Args:
+        path: Path of the file.
+        limit: Most bytes of the file.
+
+    Raises:
+        OSError: The file cannot be read, is not a regular file, or is larger.
+    """
+    with open_regular(path) as file:
+        return read_within(file, limit, path)
+
+
+def read_within(file: Readable, limit: int, path: str | os.PathLike[str]) -> bytes:
+    """Return the content of an open file; an ``OSError`` names the path of one that is larger than a limit."""
+    data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", os.fspath(path))
+    return data
 
 
 def write(path: str | os.PathLike[str], data: bytes, *, sync: bool = False, temporary_folder: str = "") -> None:

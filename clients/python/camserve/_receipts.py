@@ -123,6 +123,7 @@ class Receipt:
         content = {field.name: getattr(self, field.name) for field in fields(self)}
         content["score"] = _json_number(self.score)
         content["parameters"] = {name: _json_number(value) for name, value in self.parameters.items()}
+        content["value_range"] = self.value_range and tuple(map(_json_number, self.value_range))
         content["heatmap"] = None if self.heatmap is None else _json_map(self.heatmap)
         content["interventions"] = [_interventions.to_json(each) for each in self.interventions]
         for name in _OPTIONAL:  # a receipt without them is as older clients write it
@@ -176,7 +177,7 @@ class Receipt:
             True
         """
         try:
-            data = Path(path).read_bytes()
+            data = _local.read_regular(path)
         except (OSError, ValueError) as error:  # ValueError: a path with a NUL
             reason = getattr(error, "strerror", None) or str(error)
             raise InvalidArgument(f"cannot read {os.fspath(path)!r}: {reason}") from error

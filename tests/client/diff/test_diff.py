@@ -220,6 +220,19 @@ def test_fewer_photos_than_the_rule_needs_are_refused_at_once(
     assert diff(folder=few).exit_code == 0
 
 
+def test_baseline_is_not_recorded_through_a_link(diff: Any, looks: Looks, out: Path, tmp_path: Path) -> None:
+    unfinished = tmp_path / "elsewhere" / f".{'0a' * 8}.tmp"  # as of another program
+    unfinished.parent.mkdir()
+    unfinished.write_bytes(b"half")
+    base = tmp_path / "prepared"
+    base.mkdir()
+    (base / ".new").symlink_to(unfinished.parent)
+
+    refused(diff("--baseline", f"{base}/", "--candidate", "tiny", "--accept"), out, "is a link")
+    assert list(unfinished.parent.iterdir()) == [unfinished]
+    assert looks.explained == []
+
+
 def test_recorded_baseline_needs_no_model(diff: Any, looks: Looks, photos: Path, baseline: Path, out: Path) -> None:
     done = diff("--baseline", baseline, "--candidate", "large")
 
@@ -571,6 +584,8 @@ def test_invalid_boxes_are_one_line(diff: Any, looks: Looks, out: Path, tmp_path
     (tmp_path / "boxes.json").write_text(content)
 
     refused(diff("--boxes", tmp_path / "boxes.json"), out, "box")
+    os.truncate(tmp_path / "boxes.json", 1 << 30)
+    refused(diff("--boxes", tmp_path / "boxes.json"), out, "it has more than 67,108,864 bytes")
     assert looks.explained == []
 
 

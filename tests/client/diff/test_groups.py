@@ -43,6 +43,18 @@ def test_place_of_an_odd_map_is_one_of_the_nine(value: float) -> None:
     assert groups.place_of(np.full((2, 2), value, np.float32), Photo(9, 9, Box(0, 0, 9, 9))) in PLACES
 
 
+@pytest.mark.parametrize(
+    ("photo", "place"),
+    [
+        (Photo(9, 9, Box(-900, -900, -800, -800)), "upper left"),
+        (Photo(9, 9, Box(1e300, 1e300, 1e308, 1e308)), "lower right"),
+        (Photo(0, 0, Box(0, 0, 9, 9)), "lower right"),
+    ],
+)
+def test_place_outside_of_the_photo_is_the_nearest_one(photo: Photo, place: str) -> None:
+    assert groups.place_of(spot(4, 4), photo) == place
+
+
 def test_thousand_photos_read_as_a_few_findings() -> None:
     rng = np.random.default_rng(0)
     changes = (Change.ELSEWHERE, Change.PREDICTION, Change.VERDICT, Change.NONE)

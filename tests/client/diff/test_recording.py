@@ -349,6 +349,27 @@ def test_damaged_calibration_is_refused(folder: Path, fault: str) -> None:
         calibration.load(folder)
 
 
+def test_line_without_an_end_is_not_read_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / recording.PHOTOS_FILE
+    monkeypatch.setattr(lines, "MAX_BYTES", max(map(len, path.read_bytes().splitlines(keepends=True))))
+    assert len(Recording.load(folder).digests) == 3
+    whole = path.stat().st_size
+    os.truncate(path, 1 << 30)
+
+    with pytest.raises(InvalidArgument, match="ends within a line"):
+        Recording.load(folder)
+    Recording.create(folder, HEADER)
+    assert path.stat().st_size == whole
+
+
+@pytest.mark.parametrize("name", [recording.HEADER_FILE, recording.CALIBRATION_FILE])
+def test_large_file_of_a_recording_is_not_read(folder: Path, name: str) -> None:
+    os.truncate(folder / name, 1 << 30)
+
+    with pytest.raises(InvalidArgument, match=f"cannot read .*{name}: it has more than 67,108,864 bytes"):
+        (recording.read_header if name == recording.HEADER_FILE else calibration.load)(folder)
+
+
 def test_calibration_comes_back(folder: Path) -> None:
     assert calibration.load(folder) == calibration_of()
     measured = calibration_of("smoothgrad", "", (0.1, 1 / 3), (-1.0, 1e-9))

@@ -95,8 +95,7 @@ def load(folder: Path) -> Calibration | None:
     """
     path = folder / CALIBRATION_FILE
     try:
-        with _local.open_regular(path) as file:
-            return _decode(json.loads(file.read()))
+        return _decode(json.loads(_local.read_regular(path)))
     except FileNotFoundError:
         return None
     except KeyError as error:
@@ -246,7 +245,8 @@ class _Floor:
 def _pixels(path: Path, side: int) -> NDArray[np.uint8]:
     """Return a photo as uint8 [H, W, 3], its shorter side at most this long: noise on a large one would average out."""
     try:
-        with _local.open_regular(path) as file, Image.open(io.BytesIO(file.read()), formats=_FORMATS) as image:
+        data = _local.read_regular(path, _local.MAX_PHOTO_BYTES)
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             upright = ImageOps.exif_transpose(image).convert("RGB")
     except UnidentifiedImageError as error:
         raise InvalidArgument(f"calibration with {path}: {_local.NOT_A_PHOTO}") from error

@@ -13,7 +13,7 @@ from camserve import _local, dataset
 from camserve._errors import InvalidArgument
 from camserve._targets import to_box
 from camserve.diff import compare, outputs, run
-from camserve.diff.recording import HEADER_FILE, options_of, read_header
+from camserve.diff.recording import HEADER_FILE, options_of, read_header, refuse_link
 from camserve.diff.values import DiffSettings
 from camserve.terminal import brief, echo, print_table
 
@@ -84,6 +84,7 @@ def accept(open_model: OpenModel, paths: tuple[str, ...], sides: tuple[str, str]
     compare.check_number(len(photos))
     settings = _settings(flags)
     settings = replace(settings, options=_with_those_of(folder, settings.options or {}))
+    refuse_link(folder / run.UNFINISHED)
     with ExitStack() as stack, dataset.locked(folder / run.UNFINISHED), _progress_bars() as stage:
         model = open_model(sides[1], stack)
         made = run.accept(photos, model, folder, settings, stage)
@@ -134,10 +135,9 @@ def _read_boxes(path: Path | None) -> dict[str, Box]:
     if path is None:
         return {}
     try:
-        with _local.open_regular(path) as file:
-            content = json.loads(file.read())
+        content = json.loads(_local.read_regular(path))
         return {str(name): to_box(edges, f"boxes.{name}") for name, edges in content.items()}
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise InvalidArgument(f"{path} is not a JSON object of boxes by the name of the photo: {error}") from error
 
 

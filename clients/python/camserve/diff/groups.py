@@ -29,10 +29,15 @@ def place_of(heatmap: NDArray[np.float32], photo: Photo) -> str:
     height, width = heatmap.shape
     row, column = divmod(int(heatmap.argmax()), width)
     seen = photo.seen
-    y = (seen.top + (row + 0.5) / height * (seen.bottom - seen.top)) / photo.height
-    x = (seen.left + (column + 0.5) / width * (seen.right - seen.left)) / photo.width
-    vertical, horizontal = _ROWS[min(int(3 * y), 2)], _COLUMNS[min(int(3 * x), 2)]
+    y = seen.top + (row + 0.5) / height * (seen.bottom - seen.top)
+    x = seen.left + (column + 0.5) / width * (seen.right - seen.left)
+    vertical, horizontal = _ROWS[_third(y, photo.height)], _COLUMNS[_third(x, photo.width)]
     return f"{vertical} {horizontal}".strip() if horizontal else _MIDDLES[vertical]
+
+
+def _third(position: float, size: int) -> int:
+    """Return the third of a side that a position is in, 0, 1 or 2; outside of the photo, the nearest one."""
+    return (3 * position >= size) + (3 * position >= 2 * size)
 
 
 def group(cases: Sequence[Case]) -> tuple[Group, ...]:

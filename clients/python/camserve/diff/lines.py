@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from camserve._result import Explanation, Result, Verdict
     from camserve._targets import TargetLike
 
+MAX_BYTES = 96 << 20
+"""Most bytes of a line: an answer of a server has at most 64 MiB, which are 86 MiB in base64."""
+
 _LARGEST = float(np.finfo(np.float32).max)
 
 

@@ -210,8 +210,7 @@ class Recording:
             OSError: The folder is a link, or cannot be written.
         """
         for own in (folder.parent, folder):
-            if own.is_symlink():
-                raise OSError(errno.EINVAL, "is a link", str(own))
+            refuse_link(own)
         folder.mkdir(parents=True, exist_ok=True)
         _local.remove_temporary_files(folder)
         try:
@@ -291,7 +290,7 @@ class Recording:
     def _scan(self, file: BinaryIO) -> int:
         """Find the line of each photo; return the end of the last complete one."""
         end = 0
-        for line in file:
+        while line := file.readline(lines.MAX_BYTES):
             if not line.endswith(b"\n"):
                 break
             self._note(line, end)
@@ -308,6 +307,12 @@ class Recording:
                 file.truncate(self._scan(file))
             except InvalidArgument as error:
                 raise InvalidArgument(f"{error.message}; delete {self.folder} to start again") from error
+
+
+def refuse_link(folder: Path) -> None:
+    """Raise an ``OSError`` for a link: files would be made, and deleted, where it leads to."""
+    if folder.is_symlink():
+        raise OSError(errno.EINVAL, "is a link", str(folder))
 
 
 @contextmanager
@@ -329,8 +334,8 @@ def read_header(folder: Path) -> Header:
     """
     path = folder / HEADER_FILE
     try:
-        with _readable(path), _local.open_regular(path) as file:
-            content = json.loads(file.read())
+        with _readable(path):
+            content = json.loads(_local.read_regular(path))
     except FileNotFoundError as error:
         fault = f"it has no {HEADER_FILE}" if folder.is_dir() else "there is no such folder"
         raise InvalidArgument(f"{folder} is not a baseline: {fault}") from error
