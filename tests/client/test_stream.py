@@ -55,6 +55,22 @@ def finished_ids(sending: _stream.InFlightWindow) -> list[str]:
     return [outcome.request_id for outcome in sending.pop_finished() if isinstance(outcome, camserve.Result)]
 
 
+def test_window_has_no_room_while_its_requests_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_stream, "MAX_WINDOW_BYTES", 2000)
+    sending = window()
+    rooms = []
+    for _ in range(2):
+        sending.add(_stream.prepare_request(QUESTION, bytes(1000)))
+        rooms.append(sending.has_room)
+    first, _ = due_ids(sending)
+    sending.handle(response(first))
+
+    assert rooms == [True, False]
+    assert sending.has_room
+    sending.add(_stream.prepare_request(QUESTION, bytes(5000)))  # one larger than the limit is read
+    assert not sending.has_room
+
+
 def test_window_has_room_below_its_limit() -> None:
     sending = window(limit=2)
     first, second = send(sending, 2)

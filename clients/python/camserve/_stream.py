@@ -50,6 +50,12 @@ T = TypeVar("T")
 END: Final = object()
 """Takes the place of an image after the last one."""
 
+MAX_WINDOW_BYTES: Final = 256 << 20
+"""Bytes of requests that are read and not yet answered, after which no other image is read.
+
+They are those of 32 images, the default number, with the 8 MiB that a server accepts by default.
+"""
+
 STREAM_END_TIMEOUT: Final = 1.0
 """Seconds that the server may take to end a stream after its last response."""
 
@@ -104,6 +110,7 @@ class _Slot:
         tries: The number of times it was sent.
         outcome: The result or the error; None until the image is finished.
         rows: The last progress that the server reported.
+        size: Size of the request in bytes; 0 once the image is finished.
     """
 
     request: explain_pb2.ExplainRequest | None
@@ -111,6 +118,7 @@ class _Slot:
     tries: int = 0
     outcome: Outcome | None = None
     rows: Rows | None = None
+    size: int = 0
 
     @property
     def in_flight(self) -> bool:
@@ -125,7 +133,8 @@ class InFlightWindow:
     that breaks the stream again fails.
 
     Args:
-        limit: The largest number of images that are read and not yet yielded.
+        limit: The largest number of images that are read and not yet yielded. Fewer are read if their requests have
+            ``MAX_WINDOW_BYTES``.
         retry: The rule for sending a request again.
         timeout: Seconds that the server may take for one image.
         on_error: How ``pop_finished`` reports the error of an image: "raise" or "return".
@@ -160,7 +169,8 @@ class InFlightWindow:
     @property
     def has_room(self) -> bool:
         """True if another image may be added."""
-        return not self._input_ended and len(self._slots) < self._limit
+        size = sum(slot.size for slot in self._slots.values())
+        return not self._input_ended and len(self._slots) < self._limit and size < MAX_WINDOW_BYTES
 
     @property
     def done(self) -> bool:
@@ -176,7 +186,7 @@ class InFlightWindow:
         if isinstance(prepared, CamserveError):
             self._slots[key] = _Slot(None, outcome=prepared)
         else:
-            self._slots[key] = _Slot(prepared, send_at=0.0)
+            self._slots[key] = _Slot(prepared, send_at=0.0, size=prepared.ByteSize())
         self._images_added += 1
 
     def take_due(self) -> list[explain_pb2.ExplainStreamRequest]:
@@ -275,7 +285,7 @@ class InFlightWindow:
     def _finish(self, key: str, outcome: Outcome) -> None:
         slot = self._slots[key]
         # Drop the request: it holds the photo's bytes, and the consumer may be slow.
-        slot.outcome, slot.request = outcome, None
+        slot.outcome, slot.request, slot.size = outcome, None, 0
         self._suspects.discard(key)
 
     def _handle_break(self, end: StreamBreak) -> None:

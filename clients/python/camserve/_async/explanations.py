@@ -197,7 +197,8 @@ class ExplanationCalls(StreamCalls):
             images: Images as for ``explain``, in an iterable or an asynchronous iterable. An image with
                 options of its own is a dict: ``{"image": "cat.jpg", "targets": ["tabby"]}``.
             progress: True to draw a progress bar on standard error.
-            in_flight: The largest number of images that are read ahead of the last yielded result.
+            in_flight: The largest number of images that are read ahead of the last yielded result. No further
+                one is read while their files have 256 MiB.
             on_error: "raise", or "return" to yield an image's error in place of its result. The
                 loss of the server is always raised.
             timeout: Seconds that the server may take for one image, instead of the client's. The server
