@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 
 import camserve
 from camserve import _codec, _local, dataset
+from camserve.dataset import job as jobs
+from camserve.v1 import models_pb2
 
 PHOTO = b"\xff\xd8\xff\xe0\x01"
 
@@ -257,6 +261,45 @@ def test_table_may_name_only_files_in_its_folder(run: Any, photos: Any, tmp_path
     assert sent == [PHOTO, PHOTO + b"private"]
 
 
+@pytest.mark.parametrize("cell", [PHOTO + b"of another table", SECRET, "{private}"])
+def test_table_may_not_name_a_row_of_a_table(run: Any, photos: Any, tmp_path: Any, sent: Any, cell: Any) -> None:
+    private = tmp_path / "private.jpg"
+    private.write_bytes(PHOTO + b"private")
+    cell = cell.format(private=private) if isinstance(cell, str) else cell
+    pq.write_table(pa.table({"image": [cell]}), photos / "other.parquet")
+
+    for flags in ((), ("--allow-outside",)):
+        done = run("explain", table(photos, "cat.jpg", "other.parquet#0"), "-o", tmp_path / "out", "--resume", *flags)
+        assert done.exit_code == 2
+        assert "which is a row of a Parquet file" in " ".join(done.output.split())
+    assert sent == []
+
+
+def test_cell_is_sent_only_if_it_is_a_photo(run: Any, photos: Any, tmp_path: Any, sent: Any) -> None:
+    done = run("explain", table(photos, PHOTO, SECRET, b""), "-o", tmp_path / "out", "--resume")
+
+    assert done.exit_code == 0, done.output
+    assert sent == [PHOTO]
+    errors = [row["error_message"] for row in pq.read_table(tmp_path / "out" / "results").to_pylist()]
+    assert sum(_local.NOT_A_PHOTO in (error or "") for error in errors) == 1
+
+
+def test_text_in_a_table_is_never_a_photo(photos: Path) -> None:
+    path = table(photos, str(photos / "cat.jpg"))
+
+    with pytest.raises(camserve.InvalidArgument, match="its cell has no bytes"):
+        dataset.Photos([str(path)]).read(f"{path}#0")
+
+
+def test_text_is_not_sent_by_a_job_as_the_file_it_names(photos: Path) -> None:
+    class Texts:
+        def read(self, key: str, _limit: int = 0) -> str:
+            return key
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(TypeError):
+        next(jobs._prefetch(pool, Texts(), [str(photos / "cat.jpg")], deque()))  # type: ignore[arg-type]
+
+
 def test_folder_named_like_a_scheme_is_no_way_out_of_a_table_s_folder(
     run: Any, photos: Any, tmp_path: Any, sent: Any
 ) -> None:
@@ -322,6 +365,67 @@ def test_huge_file_is_not_read(run: Any, photos: Any, tmp_path: Any, sent: Any, 
         done = run("explain", photos / "cat.jpg", "-o", tmp_path / "out", *job)
         assert "Traceback" not in done.output
     assert sent == []
+
+
+@pytest.mark.parametrize("job", [(), ("--resume",)])
+def test_photo_has_a_limit(run: Any, photos: Any, tmp_path: Any, sent: Any, job: Any) -> None:
+    os.truncate(photos / "cat.jpg", _local.MAX_PHOTO_BYTES + 1)
+
+    done = run("explain", photos / "cat.jpg", "-o", tmp_path / "out", *job)
+
+    assert sent == []
+    assert "1 failed" in done.output if job else "a photo may have 134,217,728" in " ".join(done.output.split())
+
+
+class Endless:
+    """An object without an end in an object store. It counts the bytes that it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def read(self, size: int = -1, /) -> bytes:
+        assert size >= 0, "all bytes are asked for"
+        self.asked += size
+        return (PHOTO * size)[:size]
+
+
+def test_no_more_than_the_limit_is_read_of_a_file_of_unknown_size() -> None:
+    source = Endless()
+
+    with pytest.raises(_local.TooLarge):
+        _local.read_photo(source, 0, 1000)
+    with pytest.raises(OSError, match="more than 1,000 bytes"):
+        _local.read_within(source, 1000, "it")
+    assert source.asked < 2100
+
+
+def test_large_photos_of_a_job_are_read_only_in_their_turn() -> None:
+    read: list[str] = []
+
+    class Large:
+        def read(self, key: str, limit: int = _local.MAX_PHOTO_BYTES) -> bytes:
+            if limit < _local.MAX_PHOTO_BYTES:
+                raise _local.TooLarge("more than 16 MiB")
+            read.append(key)
+            return PHOTO
+
+    keys = [str(number) for number in range(3 * jobs.THREADS)]
+    with ThreadPoolExecutor(jobs.THREADS) as pool:
+        for number, _ in enumerate(jobs._prefetch(pool, Large(), keys, deque()), 1):  # type: ignore[arg-type]
+            assert read == keys[:number]
+    assert read == keys
+
+
+@pytest.mark.parametrize("content", [b"[1]", b"1", b"null", b"[" * 100_000, b"\xff", b"large"])
+def test_job_file_that_is_no_job_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "job.json").write_bytes(content)
+    if content == b"large":
+        os.truncate(tmp_path / "job.json", _local.MAX_TEXT_BYTES + 1)
+    spec = dataset.JobSpec({}, dataset.Outputs("jpeg", heatmaps=False, receipts=False))
+
+    with pytest.raises(camserve.FailedPrecondition, match=r"is not a job|cannot read .* it has more than"):
+        dataset.open_job(dataset.Store(str(tmp_path)), spec, _codec.model(models_pb2.Model(name="m")))
+    assert (tmp_path / "job.json").read_bytes()[:5] == content[:5]
 
 
 @pytest.mark.slow

@@ -33,10 +33,11 @@ from camserve.dataset.job import (
     skip_completed,
     write_results,
 )
+from camserve.dataset.parquet import arrow
 from camserve.dataset.photos import Key, Photos, exists
 from camserve.dataset.progress import progress_bar
 from camserve.dataset.rows import Outputs, schema
-from camserve.dataset.store import Store, arrow, locked
+from camserve.dataset.store import Store, locked
 
 __all__ = [
     "JobSpec",

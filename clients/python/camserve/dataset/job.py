@@ -12,18 +12,19 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 from google.protobuf import json_format
 
 from camserve import _codec, _files, _rendering
-from camserve._errors import CamserveError, FailedPrecondition
+from camserve._errors import CamserveError, FailedPrecondition, InvalidArgument
+from camserve._local import TooLarge
 from camserve._photo_errors import is_photo_error, is_request_error
 from camserve._retry import RETRYABLE
 from camserve._settings import DEFAULT_IN_FLIGHT
 from camserve.dataset import rows
-from camserve.dataset.store import arrow
+from camserve.dataset.parquet import arrow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
@@ -44,6 +45,7 @@ MAX_PART_SECONDS = 20.0  # of work that is lost if the process is killed
 MIN_PART_SECONDS = 1.0
 MERGE_SIZE = 1 << 16  # new hashes that are merged into the sorted array at once
 THREADS = 8  # that read photos and write pictures
+READ_AHEAD_BYTES = 16 << 20  # most bytes of a photo that is read ahead: twice what a server accepts by default
 RETRY_AFTER = 32  # failures of the server, after which each of these photos is sent again, alone
 _MAX_STEM_BYTES = 60
 
@@ -163,20 +165,31 @@ def open_job(store: Store, spec: JobSpec, model: Model) -> None:
         FailedPrecondition: The folder has another job.
     """
     job = {"format": FORMAT, "model": model.name, "weights": model.digest, **spec.plain()}
-    content = store.read(JOB_FILE)
-    if content is None:
+    existing = _existing_job(store)
+    if existing is None:
         store.write(JOB_FILE, _to_json(job), lasting=True)
         return
-    try:
-        existing = dict(json.loads(content))
-    except ValueError as error:
-        raise FailedPrecondition(f"{store.place}/{JOB_FILE} is not a job: choose another folder") from error
     changed = sorted(name for name in job.keys() | existing.keys() if job.get(name) != existing.get(name))
     if changed and not store.names(RESULTS_FOLDER, ".parquet"):
         store.write(JOB_FILE, _to_json(job), lasting=True)  # the existing job has no results
     elif changed:
         message = f"{store.place} has a job with other {', '.join(changed)}: use its options, or choose another folder"
         raise FailedPrecondition(message)
+
+
+def _existing_job(store: Store) -> dict[str, Any] | None:
+    """Return the options of the job in a folder; None if it has no job."""
+    path = f"{store.place}/{JOB_FILE}"
+    try:
+        content = store.read(JOB_FILE)
+        existing = None if content is None else json.loads(content)
+    except OSError as error:
+        raise FailedPrecondition(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise FailedPrecondition(f"{path} is not a job: choose another folder") from error
+    if content is None or isinstance(existing, dict):
+        return cast("dict[str, Any] | None", existing)
+    raise FailedPrecondition(f"{path} is not a job: choose another folder")
 
 
 def _to_json(job: dict[str, Any]) -> bytes:
@@ -187,9 +200,21 @@ def completed(store: Store) -> KeySet:
     """Return the photos that earlier runs have done."""
     photos = KeySet()
     for part in store.names(RESULTS_FOLDER, ".parquet"):
-        for key in store.table(part, ["image"]).column(0).unique().to_pylist():
+        for key in _keys_of(store, part, store.table(part, ["image"])):
             photos.add(key)
     return photos
+
+
+def _keys_of(store: Store, part: str, table: Any) -> set[Key]:
+    """Return the photos of a table that was read from a part of the results.
+
+    Raises:
+        InvalidArgument: It names something else than photos.
+    """
+    keys: list[Any] = table.column("image").to_pylist()
+    if all(isinstance(key, str) for key in keys):
+        return set(keys)
+    raise InvalidArgument(f"{store.place}/{part} is damaged: delete it, and the next run explains its photos again")
 
 
 def failed(store: Store) -> KeySet:
@@ -201,11 +226,10 @@ def failed(store: Store) -> KeySet:
     return photos
 
 
-def _failed_keys(store: Store, part: str) -> list[Key]:
+def _failed_keys(store: Store, part: str) -> set[Key]:
     """Return the photos of a part of the results whose rows have an error."""
     table = store.table(part, ["image", "error"])
-    keys: list[Key] = table.filter(table.column("error").is_valid()).column("image").to_pylist()
-    return keys
+    return _keys_of(store, part, table.filter(table.column("error").is_valid()))
 
 
 def remove_failed(store: Store, photos: Iterable[Key]) -> None:
@@ -376,7 +400,7 @@ def _prefetch(
     keys: Iterable[Key],
     sent: deque[tuple[Key, CamserveError | None]],
 ) -> Generator[bytes, None, None]:
-    """Yield the files of photos, reading a few of them ahead.
+    """Yield the files of photos, reading a few of them ahead, unless they are large.
 
     The key of each photo is appended to ``sent``, with the error if it cannot be read. Such a photo is yielded as an
     empty file, which keeps the order and which the client does not send.
@@ -386,18 +410,26 @@ def _prefetch(
     def next_file() -> bytes:
         key, future = reading.popleft()
         try:
-            data, error = future.result(), None
+            data, error = bytes(_finish_reading(photos, key, future)), None  # a text would be sent as the file it names
         except CamserveError as read_error:
             data, error = b"", read_error
         sent.append((key, error))
         return data
 
     for key in keys:
-        reading.append((key, pool.submit(photos.read, key)))
+        reading.append((key, pool.submit(photos.read, key, READ_AHEAD_BYTES)))
         if len(reading) > THREADS:
             yield next_file()
     while reading:
         yield next_file()
+
+
+def _finish_reading(photos: Photos, key: Key, future: Future[bytes]) -> bytes:
+    """Return the file of a photo that was read ahead, or read it now if it is large: so one of these is held."""
+    try:
+        return future.result()
+    except TooLarge:
+        return photos.read(key)
 
 
 @dataclass(slots=True)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from camserve._errors import CamserveError, FailedPrecondition, InvalidArgument
 from camserve._files import expand_glob, is_photo, leads_below, root_of, scheme_of, walk
-from camserve._local import open_regular, read_photo
-from camserve.dataset.store import arrow, filesystem
+from camserve._local import MAX_PHOTO_BYTES, open_regular, read_photo
+from camserve.dataset import parquet
+from camserve.dataset.parquet import arrow
+from camserve.dataset.store import filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -23,14 +25,14 @@ Key: TypeAlias = str
 _ROW = re.compile(r"(?P<table>.+\.parquet)#(?P<row>\d+)", re.DOTALL)
 _JOB_FILE = "job.json"
 _OVERLAYS_FOLDER = "overlays"
-_BATCH_ROWS = 4096  # of a column of paths
+_MAX_PATH = 1 << 15  # characters of a path in a table
 _LOCAL_SCHEMES = frozenset({"", "file://"})
 
 
 class Photos:
     """Photos of a job. Iterating yields their keys; ``read`` returns the file of one.
 
-    Of Parquet files, only the last row group that was read is held in memory.
+    Of a Parquet file, only a few rows are held in memory.
 
     Args:
         paths: Files, folders, globs and Parquet files, or URIs of them, except of globs.
@@ -56,9 +58,8 @@ class Photos:
             self._file_systems[_root(scheme_of(path) + inner_path)] = fs
             if scheme_of(path) in _LOCAL_SCHEMES:
                 self._allow(inner_path)
-        self._open_file: tuple[str, Any, str] = ("", None, "")  # path of the table, ParquetFile, column
-        self._row_group: tuple[int, int, Any] = (0, 0, None)  # first row, end, cells
-        self._table_lock = threading.Lock()  # guards the two above
+        self._cells: tuple[str, parquet.Cells | None] = ("", None)  # path of the last table, and its cells
+        self._table_lock = threading.Lock()  # guards the cells
 
     def _allow(self, path: str) -> None:
         folder = root_of(path)
@@ -140,31 +141,43 @@ class Photos:
         if not _is_text(file.schema_arrow.field(column).type):
             yield from (f"{table}#{row}" for row in range(file.metadata.num_rows))
             return
-        for batch in file.iter_batches(_BATCH_ROWS, columns=[column]):
-            yield from (self._key_in_table(table, path or "") for path in batch.column(0).to_pylist())
+        try:
+            for batch in parquet.rows(file, [column]):
+                yield self._key_in_table(table, batch.column(0)[0].as_py() or "")
+        except parquet.errors() as error:
+            raise InvalidArgument(f"{table} cannot be read: {error}") from error
 
     def _key_in_table(self, table: str, path: str) -> Key:
         """Return the key of a photo whose path is in a table.
 
         Raises:
-            InvalidArgument: The photo is outside of the table's folder, and ``allow_outside`` is False.
+            InvalidArgument: The photo is outside of the table's folder, and ``allow_outside`` is False; or the path is
+                too long, or names a row of a table, whose bytes are not those that the caller named.
         """
+        if len(path) > _MAX_PATH:
+            raise InvalidArgument(f"{table} has a path of {len(path):,} characters")
         key = _resolve(table, path)
+        if _ROW.fullmatch(key):
+            raise InvalidArgument(f"{table} names {path}, which is a row of a Parquet file: a path must name a photo")
         if self._allow_outside or (key.startswith(table.rpartition("/")[0] + "/") and ".." not in key.split("/")):
             return key
         raise InvalidArgument(f"{table} names {path}, which is outside of its folder: use --allow-outside to read it")
 
-    def read(self, key: Key) -> bytes:
+    def read(self, key: Key, limit: int = MAX_PHOTO_BYTES) -> bytes:
         """Return the file of a photo. This method is thread-safe.
 
+        Args:
+            key: Key of the photo.
+            limit: Most bytes of the file.
+
         Raises:
-            InvalidArgument: The photo cannot be read.
+            InvalidArgument: The photo cannot be read, is larger, or is not a photo.
             CamserveError: An object store failed; a later attempt may succeed.
         """
         try:
             cell = _ROW.fullmatch(key)
-            return self._read_cell(cell["table"], int(cell["row"])) if cell else self._read_file(key)
-        except (OSError, ValueError) as error:  # ValueError: Arrow's, or a path with a NUL
+            return self._read_cell(cell["table"], int(cell["row"]), limit) if cell else self._read_file(key, limit)
+        except parquet.errors() as error:  # ValueError: also a path with a NUL
             reason = getattr(error, "strerror", None) or str(error)
             message = f"cannot read {key!r}: {reason}"
             is_remote = scheme_of(key) not in _LOCAL_SCHEMES
@@ -172,14 +185,14 @@ class Photos:
                 raise CamserveError(message) from error
             raise InvalidArgument(message, fields={"image": reason}) from error
 
-    def _read_file(self, key: Key) -> bytes:
+    def _read_file(self, key: Key, limit: int) -> bytes:
         scheme = scheme_of(key)
         path = key.removeprefix(scheme)
         if scheme in _LOCAL_SCHEMES:
             with open_regular(self._check_links(path)) as file:
-                return read_photo(file, os.fstat(file.fileno()).st_size)
+                return read_photo(file, os.fstat(file.fileno()).st_size, limit)
         with self._file_system(key).open_input_stream(path, compression=None) as stream:
-            return read_photo(stream, 0)
+            return read_photo(stream, 0, limit)
 
     def _check_links(self, path: str) -> str:
         """Return a local path if its links do not lead out of the named folders.
@@ -197,39 +210,23 @@ class Photos:
         root = _root(key)
         return self._file_systems.get(root) or self._file_systems.setdefault(root, filesystem(key)[0])
 
-    def _read_cell(self, table: str, row: int) -> bytes:
+    def _read_cell(self, table: str, row: int, limit: int) -> bytes:
         with self._table_lock:
-            if self._open_file[0] != table:
-                self._open_file, self._row_group = (table, *self._open_table(table)), (0, 0, None)
-            _, file, column = self._open_file
-            first, end, cells = self._row_group
-            if cells is None or not first <= row < end:
-                first, end, cells = self._row_group = _read_row_group(file, column, row)
-            data: bytes | None = cells[row - first].as_py()
-        return data or b""
+            cells = self._cells[1]
+            if cells is None or self._cells[0] != table:
+                cells = parquet.Cells(*self._open_table(table))
+                self._cells = table, cells
+            return cells.read(row, limit)
 
     def _open_table(self, table: str) -> tuple[Any, str]:
         """Open a Parquet file; return it and the name of the column with the photos."""
         try:
             path = table.removeprefix(scheme_of(table))
             path = self._check_links(path) if scheme_of(table) in _LOCAL_SCHEMES else path
-            file = arrow("parquet").ParquetFile(self._file_system(table).open_input_file(path))
-        except (OSError, ValueError) as error:
+            file = parquet.open_file(self._file_system(table).open_input_file(path))
+        except parquet.errors() as error:
             raise InvalidArgument(f"{table} is not a Parquet file: {error}") from error
         return file, _choose_column(table, file.schema_arrow, self._column)
-
-
-def _read_row_group(file: Any, column: str, row: int) -> tuple[int, int, Any]:
-    """Read the row group that contains a row; return its first row, the end of its rows, and its cells."""
-    first = 0
-    for index in range(file.num_row_groups):
-        end = first + file.metadata.row_group(index).num_rows
-        if row < end:
-            cells = file.read_row_group(index, columns=[column]).column(0)
-            is_struct = arrow("types").is_struct(cells.type)
-            return first, end, arrow("compute").struct_field(cells, "bytes") if is_struct else cells
-        first = end
-    raise ValueError("the row does not exist")
 
 
 def _choose_column(table: str, schema: Any, column: str) -> str:
@@ -258,8 +255,8 @@ def _is_bytes(kind: Any) -> bool:
     """Return True for bytes, and for the struct of bytes and path in which Hugging Face's datasets store an image."""
     types = arrow("types")
     if types.is_struct(kind):
-        return any(field.name == "bytes" and _is_bytes(field.type) for field in kind)
-    return bool(types.is_binary(kind) or types.is_large_binary(kind))
+        return any(field.name == "bytes" and parquet.is_bytes(field.type) for field in kind)
+    return parquet.is_bytes(kind)
 
 
 def _root(key: Key) -> str:

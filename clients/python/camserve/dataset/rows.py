@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from camserve import _files, _local
-from camserve.dataset.store import arrow
+from camserve.dataset.parquet import arrow
 
 if TYPE_CHECKING:
     from camserve._errors import CamserveError

@@ -11,23 +11,13 @@ from typing import TYPE_CHECKING, Any
 from camserve import _local
 from camserve._errors import FailedPrecondition, InvalidArgument
 from camserve._files import scheme_of
+from camserve.dataset import parquet
+from camserve.dataset.parquet import arrow
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
 _LOCK = ".lock"
-
-
-def arrow(module: str = "") -> Any:
-    """Return pyarrow, or one of its modules.
-
-    Raises:
-        InvalidArgument: pyarrow is not installed.
-    """
-    try:
-        return import_module(f"pyarrow.{module}" if module else "pyarrow")
-    except ModuleNotFoundError as error:
-        raise InvalidArgument('this needs pyarrow: `pip install "camserve[data]"`') from error
 
 
 def filesystem(place: str) -> tuple[Any, str]:
@@ -113,12 +103,15 @@ class Store:
             self._created_folders.add(folder)
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a file; None if it does not exist."""
+        """Return the content of a small file; None if it does not exist.
+
+        Raises:
+            OSError: It cannot be read, is not a regular file, or has more than 64 MiB.
+        """
         path = self.path(name)
         try:
             with _local.open_regular(path) if self._local else self._fs.open_input_stream(path) as stream:
-                data: bytes = stream.read()
-                return data
+                return _local.read_within(stream, _local.MAX_TEXT_BYTES, path)
         except FileNotFoundError:
             return None
 
@@ -132,11 +125,12 @@ class Store:
         """Read a Parquet file.
 
         Raises:
-            InvalidArgument: It cannot be read, or is not a Parquet file.
+            InvalidArgument: It cannot be read, is not a Parquet file, or has more than 256 MiB of rows.
         """
         try:
-            return arrow("parquet").read_table(self.path(name), columns=columns, filesystem=self._fs)
-        except (ValueError, OSError) as error:
+            with self._fs.open_input_file(self.path(name)) as file:
+                return parquet.table(parquet.open_file(file), columns)
+        except parquet.errors() as error:
             message = f"{self.place}/{name} cannot be read: delete it, and the next run explains its photos again"
             raise InvalidArgument(f"{message} ({error})") from error
 
