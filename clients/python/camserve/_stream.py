@@ -50,10 +50,10 @@ T = TypeVar("T")
 END: Final = object()
 """Takes the place of an image after the last one."""
 
-MAX_WINDOW_BYTES: Final = 256 << 20
+MAX_WINDOW_BYTES: Final = 128 << 20
 """Bytes of requests that are read and not yet answered, after which no other image is read.
 
-They are those of 32 images, the default number, with the 8 MiB that a server accepts by default.
+They are those of 16 images with the 8 MiB that a server accepts by default, and are held several times.
 """
 
 STREAM_END_TIMEOUT: Final = 1.0

@@ -198,7 +198,7 @@ class ExplanationCalls(StreamCalls):
                 options of its own is a dict: ``{"image": "cat.jpg", "targets": ["tabby"]}``.
             progress: True to draw a progress bar on standard error.
             in_flight: The largest number of images that are read ahead of the last yielded result. No further
-                one is read while their files have 256 MiB.
+                one is read while their files have 128 MiB.
             on_error: "raise", or "return" to yield an image's error in place of its result. The
                 loss of the server is always raised.
             timeout: Seconds that the server may take for one image, instead of the client's. The server
