@@ -80,7 +80,7 @@ def table(file: Any, columns: Sequence[str] | None = None) -> Any:
     """
     names = list(file.schema_arrow.names) if columns is None else list(columns)
     schema = arrow("").schema([file.schema_arrow.field(name) for name in names], file.schema_arrow.metadata)
-    batches, size = [], 0
+    batches, size = list[Any](), 0
     for batch in rows(file, names):
         batches.append(batch)
         size += batch.nbytes
