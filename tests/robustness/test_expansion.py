@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from camserve.v1 import explain_pb2, models_pb2
 from camserve_server.api import deserialization
 from camserve_server.api.codec.footprint import footprint, shape_of
+from camserve_server.api.connection_limits import ReceiveLimiter
 from camserve_server.api.oip.v2 import inference_pb2
 from robustness import error_checks, nets, process_audit
 from support import PHOTOS, serving, wait_in_loop_until, wait_until
@@ -215,6 +216,89 @@ async def test_message_waits_until_there_is_memory_for_it():
     assert not before
     assert len(message) == 703
     release()
+    assert parser.taken == 0
+
+
+def packed(parser, form, caller):
+    """Send a compressed message, which is parsed in the thread that callers share."""
+    return asyncio.ensure_future(parser.parse(gzip.compress(delimited(1, caller.encode())), form, caller))
+
+
+async def test_callers_take_turns_in_the_thread_that_parses_large_messages():
+    """Memory is reserved for each of the messages that wait for their turn."""
+    order, started, go = [], threading.Event(), threading.Event()
+
+    def parse(data):
+        order.append(data[2:].decode())
+        started.set()
+        go.wait(60)
+
+    parser, form = RecordingParser(MIB, 64 * MIB), deserialization.Form({}, parse)
+    greedy = [packed(parser, form, "greedy") for _ in range(5)]
+    await asyncio.to_thread(started.wait, 60)
+    modest = packed(parser, form, "modest")
+    await asyncio.sleep(0)
+    taken = parser.taken
+    go.set()
+    releases = [release for _, release in await asyncio.gather(*greedy, modest)]
+
+    assert order == ["greedy", "modest", *["greedy"] * 4]
+    assert 0 < taken == parser.taken
+    for release in releases:
+        release()
+    assert parser.taken == 0
+
+
+async def test_messages_that_need_more_than_was_reserved_do_not_block_each_other():
+    """Control: all that is reserved at first leaves too little memory for any one of the messages."""
+    parser, taken = RecordingParser(MIB, 6 * MIB), []
+    form = deserialization.Form({}, lambda _data: taken.append(parser.taken))
+
+    async def send(caller):
+        _, release = await parser.parse(delimited(1, b"") * 8000, form, caller)
+        release()
+
+    await asyncio.gather(*(send(str(number % 4)) for number in range(16)))
+
+    assert len(taken) == 16
+    assert max(taken) <= 6 * MIB
+    assert parser.taken == 0
+
+
+class Sender:
+    """Context of a stream of 100 empty messages."""
+
+    def __init__(self):
+        self._left = 100
+
+    async def read(self):
+        self._left -= 1
+        return b"" if self._left else grpc.aio.EOF
+
+    def peer(self):
+        return "ipv4:127.0.0.1:1"
+
+
+async def test_empty_messages_of_a_stream_take_memory_until_they_are_answered():
+    parser, received = RecordingParser(4096, 12 * deserialization.ITEM_MEMORY), []
+    limits = deserialization.MessageLimits(parser, ReceiveLimiter(4), ReceiveLimiter(4))
+    parse = explain_pb2.ExplainStreamRequest.FromString
+
+    async def behaviour(requests, _context):
+        async for item in requests:
+            received.append(item)  # noqa: PERF401 -- it is read while it grows
+
+    stream = deserialization.Deserialization(None, limits, STREAM, parse).writing_stream(behaviour)
+    call = asyncio.ensure_future(stream(None, Sender()))
+    await wait_in_loop_until(lambda: parser._memory._waiting.total() or call.done())
+    before = len(received)
+    received[0].release()
+    await wait_in_loop_until(lambda: len(received) > before or call.done())
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+
+    assert before == 8  # a caller may hold twice what it leaves free
+    assert len(received) == 9
     assert parser.taken == 0
 
 

@@ -7,9 +7,9 @@ import inspect
 import math
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, Self, TypeAlias, TypeVar, cast
 
 import grpc
 from google.protobuf import descriptor_pool
@@ -17,25 +17,27 @@ from google.protobuf.message import DecodeError
 
 from camserve_server.api import oip
 from camserve_server.api.codec.compression import decompress, is_compressed
-from camserve_server.api.codec.footprint import Shape, footprint, shape_of
+from camserve_server.api.codec.footprint import COPIES, ELEMENT, Shape, footprint, shape_of
 from camserve_server.api.connection_limits import Messages, ReceiveLimiter, receive_first
 from camserve_server.api.interceptor import Handler, Interceptor
 from camserve_server.api.rpc import Context, ServerState, caller_of, rpc_scope
 from camserve_server.api.streams import Received
 from camserve_server.core.config import Settings
 from camserve_server.core.errors import InvalidArgument, ServiceError
-from camserve_server.scheduling.admission import Admission
+from camserve_server.scheduling.admission import Admission, FairThreads
 from camserve_server.scheduling.threads import in_thread
 
 Behaviour: TypeAlias = Callable[[Any, Context], Any]
 Parse: TypeAlias = Callable[[bytes], Any]
 Release: TypeAlias = Callable[[], None]
+T = TypeVar("T")
 
 MAX_FIELDS = 32_768  # fields of a message, including those of nested messages
 INLINE_FIELDS = 1000  # fields of a message that is parsed on the event loop, in about a millisecond
 INLINE_BYTES = 2**20  # bytes of such a message
 MAX_RECEIVING = 4  # messages of one caller's calls received at the same time, and as many of its streams
 MESSAGE_MEMORY = 64 * 2**20  # bytes of all unanswered messages, of all processes; others wait, mostly unread
+ITEM_MEMORY = 8 * 2**10  # bytes of a request of a stream, whatever its message: its task, and a reply that is not read
 MEMORY_FACTOR = 4  # memory of one parsed message, as a multiple of the largest message that may be sent
 
 
@@ -49,6 +51,7 @@ class Form:
         count: function that returns the memory of a message, or None if it has too many fields; see `footprint`.
         inline_fields: fields of a message that is parsed on the event loop.
         growth: length of a message in this form, as a multiple of the serialized message.
+        base: memory that is counted for every message beside `count`, in bytes.
     """
 
     shape: Shape
@@ -56,6 +59,7 @@ class Form:
     count: Callable[[bytes, Shape, int], int | None] = footprint
     inline_fields: int = INLINE_FIELDS
     growth: float = 1.0
+    base: int = 0
 
 
 class DeserializationInterceptor(Interceptor):
@@ -99,7 +103,7 @@ class MessageParser:
         self._largest = largest
         # Room for the largest message, with what must stay free beside it.
         self._memory = Admission(max(memory, MEMORY_FACTOR * largest + 2 * largest), 0, line=math.inf, headroom=True)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parse")
+        self._threads = FairThreads(ThreadPoolExecutor(1, thread_name_prefix="parse"))
 
     async def parse(self, data: bytes, form: Form, caller: str) -> tuple[Any, Release]:
         """Parse a message when there is memory for it; return it and the function that releases the memory.
@@ -115,33 +119,65 @@ class MessageParser:
             DecodeError: the data is not a message of this type.
         """
         size = self._inline_size(data, form)
-        inline = size is not None
         if size is None:
-            size = await in_thread(self._thread, self._size, data, form)
-        if size > MEMORY_FACTOR * self._largest:
-            message = f"the message takes {size:,} bytes of memory, and {MEMORY_FACTOR * self._largest:,} is the limit"
-            raise InvalidArgument(message)
-        release = await self._memory.hold(size, caller=caller, wait=True)
+            return await self._parse_in_turn(data, form, caller)
+        release = await self._hold(size, caller)
         try:
-            if inline:
-                return form.parse(data), release
-            # Decompressed a second time: while it waits for memory, a decompressed message would already take it.
-            return await in_thread(self._thread, lambda: form.parse(self._decompress(data, form))), release
+            return form.parse(data), release
         except BaseException:
             release()
             raise
+
+    async def _parse_in_turn(self, data: bytes, form: Form, caller: str) -> tuple[Any, Release]:
+        """Parse a message in the thread that callers share, in which they take turns.
+
+        Memory is reserved before the message waits for its turn. That for its bytes and a few fields is nearly always
+        enough. Otherwise it is released before what was counted is reserved: messages that each keep a part, and wait
+        for the rest, would wait for each other.
+        """
+        reserved = min(form.base + COPIES * len(data) + ELEMENT * INLINE_FIELDS, MEMORY_FACTOR * self._largest)
+        (size, message), release = await self._run(caller, reserved, self._parse_within, data, form, reserved)
+        if size <= reserved:
+            return message, release
+        release()
+        return await self._run(caller, size, self._parse, data, form)
+
+    async def _run(self, caller: str, size: int, step: Callable[..., T], *args: Any) -> tuple[T, Release]:
+        """Run a step in the thread when it is the caller's turn, with memory reserved meanwhile and afterwards."""
+        release = await self._hold(size, caller)
+        try:
+            return await in_thread(self._threads.of(caller), step, *args), release
+        except BaseException:
+            release()
+            raise
+
+    async def _hold(self, size: int, caller: str) -> Release:
+        if size > MEMORY_FACTOR * self._largest:
+            message = f"the message takes {size:,} bytes of memory, and {MEMORY_FACTOR * self._largest:,} is the limit"
+            raise InvalidArgument(message)
+        return await self._memory.hold(size, caller=caller, wait=True)
 
     def _inline_size(self, data: bytes, form: Form) -> int | None:
         """Return the memory of a message in bytes, or None if it takes the event loop too long to count or parse it."""
         if len(data) > INLINE_BYTES or is_compressed(data):
             return None
-        return form.count(data, form.shape, form.inline_fields)
+        size = form.count(data, form.shape, form.inline_fields)
+        return None if size is None else form.base + size
+
+    def _parse_within(self, data: bytes, form: Form, memory: int) -> tuple[int, Any]:
+        """Return the memory of a message in bytes, and the message, or None if it takes more than `memory`."""
+        size = self._size(data, form)
+        return size, self._parse(data, form) if size <= memory else None
 
     def _size(self, data: bytes, form: Form) -> int:
         size = form.count(self._decompress(data, form), form.shape, MAX_FIELDS)
         if size is None:
             raise InvalidArgument(f"the message has more than {MAX_FIELDS:,} fields, which is the limit")
-        return size
+        return form.base + size
+
+    def _parse(self, data: bytes, form: Form) -> Any:
+        # Decompressed a second time: while it waits for memory, a decompressed message would already take it.
+        return form.parse(self._decompress(data, form))
 
     def _decompress(self, data: bytes, form: Form) -> bytes:
         return decompress(data, int(form.growth * self._largest)) if is_compressed(data) else data
@@ -192,7 +228,7 @@ class Deserialization:
         self._state, self._limits = state, limits
         rpc = descriptor_pool.Default().FindMethodByName(oip.own_name(method.strip("/").replace("/", ".")))
         self._rpc, self._refusal = rpc.name, f"the message is not a {oip.known_as(rpc.input_type.full_name)}"
-        self._form = form(shape_of(rpc.input_type), parse)
+        self._form = replace(form(shape_of(rpc.input_type), parse), base=ITEM_MEMORY if rpc.client_streaming else 0)
 
     async def _parse(self, data: bytes, caller: str) -> tuple[Any, Release]:
         try:
