@@ -442,18 +442,62 @@ def test_web_pages_of_others_cannot_read_the_metrics(address, origin, host, code
     assert all(f"{name}: {value}\r\n" in received for name, value in connect.SECURITY_HEADERS.items())
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        f"GET /metrics?{'x' * 9000} HTTP/1.1\r\n",
+        f"GET /metrics HTTP/1.1\r\nA: {'x' * 9000}\r\n",
+        "GET /metrics HTTP/1.1\r\n" + f"A: {'x' * 900}\r\n" * 10,
+    ],
+    ids=["request line", "header", "headers"],
+)
+def test_scrape_with_long_headers_is_refused(head):
+    with scraped() as address, socket.create_connection(address.split(":")) as line:
+        line.sendall(f"{head}Connection: close\r\n\r\n".encode())
+
+        assert line.makefile("rb").readline().startswith(b"HTTP/1.1 431 ")
+
+
 @contextlib.contextmanager
-def slow_connections(address):
-    """Open the maximum number of connections, and send the start of a request on each."""
+def slow_connections(address, count=metrics_endpoint.MAX_CONNECTIONS, source="127.0.0.1"):
+    """Open a number of connections, and send the start of a request on each."""
+    open_before = handled()
     with contextlib.ExitStack() as stack:
         lines = [
-            stack.enter_context(socket.create_connection(address.split(":")))
-            for _ in range(metrics_endpoint.MAX_CONNECTIONS)
+            stack.enter_context(socket.create_connection(address.split(":"), source_address=(source, 0)))
+            for _ in range(count)
         ]
         for line in lines:
             line.sendall(b"GET /metrics HTTP/1.1\r\nHo")
-        wait_until(lambda: sum("process_request" in each.name for each in threading.enumerate()) == len(lines))
+        wait_until(lambda: handled() == open_before + count)
         yield lines
+
+
+def handled():
+    """Return the number of connections that have a thread."""
+    return sum("process_request" in each.name for each in threading.enumerate())
+
+
+def test_scrape_replaces_a_connection_of_the_address_that_has_most(monkeypatch):
+    monkeypatch.setattr(metrics_endpoint, "clock", lambda: 100.0)
+    with scraped() as address, slow_connections(address, source="127.0.0.2") as lines:
+        assert status(f"http://{address}/metrics")[0] == 200
+        assert lines[0].recv(1) == b""
+
+
+def test_address_with_most_connections_replaces_only_its_own(monkeypatch):
+    now, most = [100.0], metrics_endpoint.MAX_CONNECTIONS - 1
+    monkeypatch.setattr(metrics_endpoint, "clock", lambda: now[0])
+    with scraped() as address, slow_connections(address, 1) as lines:
+        with slow_connections(address, most, "127.0.0.2") as old, contextlib.ExitStack() as stack:
+            now[0] += metrics_endpoint.SLOW_AFTER + 0.1
+            for each in old:
+                new = socket.create_connection(address.split(":"), source_address=("127.0.0.2", 0))
+                stack.enter_context(new)
+                assert each.recv(1) == b""
+        lines[0].sendall(b"st: x\r\n\r\n")
+
+        assert lines[0].makefile("rb").readline() == b"HTTP/1.1 200 OK\r\n"
 
 
 def test_scrape_replaces_a_slow_connection(monkeypatch):

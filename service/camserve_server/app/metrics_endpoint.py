@@ -6,12 +6,15 @@ import ssl
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from email.message import Message
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from io import BufferedIOBase
 from socket import AF_INET, AF_INET6, SHUT_RDWR, socket
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
 
 from camserve import connect
 from camserve_server.api import tokens
@@ -19,6 +22,7 @@ from camserve_server.api.hosts import Hosts
 from camserve_server.core import logs
 from camserve_server.core.config import Settings
 from camserve_server.core.errors import ConfigError, ServiceError, Unauthenticated
+from camserve_server.scheduling.admission import address_of
 from camserve_server.telemetry import ServerSnapshot, Telemetry, telemetry
 
 if TYPE_CHECKING:
@@ -28,8 +32,8 @@ log = logging.getLogger(__name__)
 clock = time.monotonic
 
 PATH = "/metrics"
-MAX_CONNECTIONS = 8  # concurrent connections; one more replaces a slow one, or is closed immediately
-SLOW_AFTER = 2.0  # seconds after which a new connection may replace an open one
+MAX_CONNECTIONS = 8  # concurrent connections; one more replaces another one, or is closed immediately
+SLOW_AFTER = 2.0  # seconds after which a new connection may replace one of an address that has no more than its own
 CONNECTION_TIMEOUT = 10.0  # seconds that a connection has in total, for TLS, its request and the response
 POLL_INTERVAL = 0.1  # seconds between two checks for a stop, so the longest time that stopping takes
 
@@ -112,6 +116,20 @@ def _listen(settings: Settings, encode: Encode) -> "_Server":
         ) from error
 
 
+class _Connection(NamedTuple):
+    """An open connection.
+
+    Attributes:
+        since: time of its start.
+        handle: duplicate of its socket, which TLS does not wrap.
+        address: the caller's address, as `address_of` returns it.
+    """
+
+    since: float
+    handle: socket
+    address: str
+
+
 class _Server(socketserver.ThreadingMixIn, HTTPServer):
     """HTTP server of the metrics.
 
@@ -130,8 +148,8 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
         self._settings = settings
         self._hosts = Hosts(settings.metrics_address, settings.http_origins, tls=bool(settings.tls_cert))
         self._tokens = tokens.file(settings.tokens_file) if settings.tokens_file else None
-        self._open: dict[Any, tuple[float, socket]] = {}
-        """Start time of each connection, and a duplicate of its socket, which TLS does not wrap; the oldest first."""
+        self.max_header_bytes = settings.max_metadata_kib * 2**10
+        self._open: dict[Any, _Connection] = {}  # the oldest first
         super().__init__((host.strip("[]"), int(port)), _Handler)
 
     def server_bind(self) -> None:
@@ -140,12 +158,13 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer a connection in a thread, unless too many are open."""
+        address = address_of(f"ip:[{client_address[0]}]:{client_address[1]}")
         if len(self._open) >= MAX_CONNECTIONS:
-            self._close_older_than(SLOW_AFTER)
+            self._make_room(address)
         if len(self._open) >= MAX_CONNECTIONS:
             self.shutdown_request(request)
             return
-        self._open[request] = clock(), request.dup()
+        self._open[request] = _Connection(clock(), request.dup(), address)
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -157,20 +176,33 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
 
     def service_actions(self) -> None:
         """Close the connections that have timed out. Their age counts: a slow sender would never be idle."""
-        self._close_older_than(CONNECTION_TIMEOUT)
+        for request, connection in list(self._open.items()):
+            if clock() - connection.since > CONNECTION_TIMEOUT:
+                self._close(request, connection)
 
-    def _close_older_than(self, seconds: float) -> None:
-        """Close the connections that are older than a number of seconds. Their threads end with an error."""
-        for request, (since, handle) in list(self._open.items()):
-            if clock() - since > seconds:
-                with suppress(OSError):  # the connection has just ended
-                    handle.shutdown(SHUT_RDWR)
-                self._forget(request)
+    def _make_room(self, address: str) -> None:
+        """Close the oldest connection of the address that has most, counting the new one of this address.
+
+        If this address has as many, it is closed only if it is slow: so nobody gains by renewing connections.
+        """
+        connections = list(self._open.items())
+        counts = Counter([address, *(connection.address for _, connection in connections)])
+        most = max(counts.values())
+        for request, connection in connections:
+            if counts[connection.address] == most:
+                if most > counts[address] or clock() - connection.since > SLOW_AFTER:
+                    self._close(request, connection)
+                return
+
+    def _close(self, request: Any, connection: _Connection) -> None:
+        """Close a connection. Its thread ends with an error."""
+        with suppress(OSError):  # the connection has just ended
+            connection.handle.shutdown(SHUT_RDWR)
+        self._forget(request)
 
     def _forget(self, request: Any) -> None:
-        if entry := self._open.pop(request, None):
-            _, handle = entry
-            handle.close()
+        if connection := self._open.pop(request, None):
+            connection.handle.close()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Answer a connection. The certificates are read for each TLS handshake, so renewed ones take effect."""
@@ -206,12 +238,53 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
             raise ServiceError("metrics need a token with the role observe")
 
 
+class _Lines:
+    """Lines of a request, up to a number of bytes in total: the base class reads a hundred of 64 KiB each.
+
+    Args:
+        file: the connection.
+        limit: the largest number of bytes.
+    """
+
+    def __init__(self, file: BufferedIOBase, limit: int) -> None:
+        self._file, self._limit, self._left = file, limit, limit
+        self.close = file.close
+
+    def readline(self, size: int) -> bytes:
+        """Return the next line, or its first bytes.
+
+        Args:
+            size: the largest number of bytes to return.
+
+        Raises:
+            HTTPException: the lines are longer than the limit.
+        """
+        line = self._file.readline(min(size, self._left + 1))
+        self._left -= len(line)
+        if self._left < 0:
+            raise HTTPException(f"the request line and the headers have more than {self._limit:,} bytes")
+        return line
+
+
 class _Handler(BaseHTTPRequestHandler):
     """Handler of one connection."""
 
     protocol_version = "HTTP/1.1"
     server: _Server
     timeout: ClassVar[float] = CONNECTION_TIMEOUT
+
+    def setup(self) -> None:
+        """Limit the bytes of the request. The base class refuses headers for which the limit is met (431)."""
+        super().setup()
+        self.rfile = cast("Any", _Lines(self.rfile, self.server.max_header_bytes))
+
+    def handle_one_request(self) -> None:
+        """Answer a request; refuse one whose first line alone meets the limit."""
+        try:
+            super().handle_one_request()
+        except HTTPException as error:
+            self.requestline = self.request_version = self.command = ""
+            self.send_error(431, explain=str(error))
 
     def do_GET(self) -> None:
         """Send the metrics in the requested format."""
