@@ -111,6 +111,11 @@ def explained(text: str = "x", **fields: Any) -> explain_pb2.ExplainResponse:
     return response
 
 
+def photo(width: int, height: int) -> explain_pb2.ExplainResponse:
+    """Return a response about a photo, without explanations."""
+    return explain_pb2.ExplainResponse(photo=explain_pb2.Photo(width=width, height=height))
+
+
 def region() -> explain_pb2.Region:
     """Return the right half of a photo of 6 × 4 pixels. In COCO's encoding, "<" is 12."""
     return explain_pb2.Region(

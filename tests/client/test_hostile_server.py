@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import queue
 import re
+import threading
 import time
+from contextlib import aclosing, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import camserve
-from camserve import _tables
+from camserve import _codec, _picture, _stream, _tables, _transport_async, _transport_sync
 from camserve._picture import Picture
 from camserve._plots import comparison
 from camserve.v1 import evaluate_pb2, explain_pb2
@@ -18,7 +24,7 @@ from client import hostile
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
 JPEG = b"\xff\xd8\xff\xe0"
 
@@ -198,6 +204,7 @@ def wrong_mask(**fields: Any) -> bytes:
     return wrong_region(mask=explain_pb2.RunLengths(**fields))
 
 
+INTERVENTION = explain_pb2.Intervention()
 NO_ANSWERS = {
     "garbage": b"\xff" * 99,
     "a map that has other bytes than cells": wrong(lambda r: setattr(r.explanations[0].heatmap, "height", 9)),
@@ -229,6 +236,11 @@ NO_ANSWERS = {
     "a class map with half a cell": wrong(lambda r: setattr(r.class_map, "data", b"\0\0\0")),
     "a class map of 2^64 cells": wrong(lambda r: r.class_map.MergeFrom(explain_pb2.ClassMap(height=2**32 - 1))),
     "a class map without cells": wrong(lambda r: r.class_map.CopyFrom(explain_pb2.ClassMap())),
+    "a photo of 900 million pixels": hostile.photo(30_000, 30_000).SerializeToString(),
+    "a receipt with 1,001 texts": wrong(lambda r: r.receipt.texts.extend(["x"] * 1000)),
+    "a receipt with 17 interventions": wrong(
+        lambda r: r.receipt.interventions.extend([explain_pb2.Intervention()] * 16)
+    ),
     "100,000 explanations": wrong(lambda r: r.explanations.extend([explain_pb2.Explanation()] * 100_000)),
     "1,000,000 predictions": wrong(lambda r: r.predictions.extend([explain_pb2.Prediction()] * 1_000_000)),
 }
@@ -239,6 +251,55 @@ async def test_malformed_answer_raises_internal(connect: Any, server: Any, answe
     server.replies["Explain"] = answer
     with pytest.raises(camserve.Internal):
         await connect(server.address).explain(JPEG)
+
+
+def test_what_receipts_have_in_common_is_decoded_once() -> None:
+    response = hostile.explained()
+    response.explanations.extend(list(response.explanations) * 3)
+
+    first, *others = [each.receipt for each in _codec.result(response).explanations]
+
+    assert len(others) == 3
+    for name in ("model", "digest", "versions", "texts", "interventions"):
+        assert all(getattr(other, name) is getattr(first, name) for other in others), name
+
+
+def test_image_of_a_similarity_is_encoded_once_for_all_receipts() -> None:
+    response = hostile.explained()
+    response.explanations[0].resolved_target.CopyFrom(explain_pb2.Target(similarity=explain_pb2.Similarity()))
+    response.explanations.extend(list(response.explanations))
+    asked = explain_pb2.Target(similarity=explain_pb2.Similarity(image=JPEG))
+
+    first, second = [each.receipt.target for each in _codec.result(response, [asked]).explanations]
+
+    assert first is second
+    assert first["similarity"]["image"]
+
+
+def test_long_row_of_cells_is_resampled_across_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    interpolate = _picture._interpolate
+
+    def recorded(*arguments: Any) -> Any:
+        values = interpolate(*arguments)
+        sizes.append(values.size)
+        return values
+
+    monkeypatch.setattr(_picture, "_interpolate", recorded)
+    photo = camserve.Photo(6, 4, camserve.Box(0, 0, 6, 4))
+
+    resampled = _picture.onto_photo(np.arange(6000, dtype=np.float32)[None], photo)
+
+    assert max(sizes) == resampled.size
+    assert resampled[0].tolist() == resampled[3].tolist() == [499.5 + 1000 * column for column in range(6)]
+
+
+def test_photo_may_have_as_many_pixels_as_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 12)
+
+    assert _codec.result(hostile.photo(3, 4)).photo.width == 3
+    with pytest.raises(camserve.Internal, match="a photo of 13 x 1 pixels; the limit is 12"):
+        _codec.result(hostile.photo(13, 1))
 
 
 async def test_replay_without_an_explanation_raises_internal(connect: Any, server: Any) -> None:
@@ -292,6 +353,92 @@ async def test_unrequested_answers_do_not_count_as_a_sign_of_life(connect: Any, 
     results = connect(server.address).explain_many([JPEG], timeout=0.3)  # real timeout: no answer is for the image
     with pytest.raises(camserve.DeadlineExceeded):
         _ = [each async for each in results]
+
+
+def progress(number: int) -> Any:
+    return explain_pb2.ExplainStreamResponse(request_id="open", progress=explain_pb2.Progress(rows_done=number))
+
+
+def test_thread_reads_no_more_progress_than_the_queue_has_room_for() -> None:
+    events: Any = queue.SimpleQueue()
+    waiting: list[int] = []
+    is_full = threading.Event()
+
+    def answers() -> Iterator[Any]:
+        for number in range(100):
+            waiting.append(events.qsize())
+            if number == _stream.MAX_PROGRESS_WAITING:
+                is_full.set()
+            yield explain_pb2.ExplainStreamResponse(request_id="unknown", response=hostile.explained())
+            yield progress(number)
+
+    stream = _transport_sync._Stream(Any, answers(), queue.SimpleQueue(), awaited={"open"})  # type: ignore[arg-type]
+    reader = threading.Thread(target=_transport_sync._read, args=(stream, events, nullcontext(), None))
+    reader.start()
+    is_full.wait()
+    for number in range(100):
+        assert events.get()[1] == progress(number)
+        stream.room.release()
+    reader.join()
+
+    assert max(waiting) == _stream.MAX_PROGRESS_WAITING
+    assert isinstance(events.get()[1], camserve.Unavailable)
+
+
+async def test_task_reads_no_more_progress_than_the_queue_has_room_for() -> None:
+    events: Any = asyncio.Queue()
+    waiting: list[int] = []
+    is_full = asyncio.Event()
+
+    async def answers() -> AsyncIterator[Any]:
+        for number in range(100):
+            waiting.append(events.qsize())
+            if number == _stream.MAX_PROGRESS_WAITING:
+                is_full.set()
+            yield explain_pb2.ExplainStreamResponse(request_id="unknown", response=hostile.explained())
+            yield progress(number)
+
+    stream = _transport_async._Stream(Any, answers(), asyncio.Queue(), awaited={"open"})  # type: ignore[arg-type]
+    reader = asyncio.create_task(_transport_async._read(stream, events, nullcontext(), None))
+    await is_full.wait()
+    for number in range(100):
+        assert (await events.get())[1] == progress(number)
+        stream.room.release()
+    await reader
+
+    assert max(waiting) == _stream.MAX_PROGRESS_WAITING
+    assert isinstance(events.get_nowait()[1], camserve.Unavailable)
+
+
+async def test_stream_of_a_server_that_sends_without_end_can_be_closed(connect: Any, server: Any) -> None:
+    answered = [explain_pb2.ExplainStreamResponse(response=hostile.explained())]
+
+    def answers(each: Any) -> Iterator[Any]:
+        if answered:
+            answered[0].request_id = each.request_id
+            yield answered.pop()
+            return
+        while True:
+            yield explain_pb2.ExplainStreamResponse(request_id=each.request_id, progress=explain_pb2.Progress())
+            yield explain_pb2.ExplainStreamResponse(request_id="unknown", response=hostile.explained())
+
+    server.stream(answers)
+    async with aclosing(connect(server.address).explain_many([JPEG] * 9, in_flight=3)) as results:
+        assert (await anext(results)).explanations
+
+
+async def test_second_result_of_an_image_is_dropped(connect: Any, server: Any) -> None:
+    def answers(each: Any) -> Iterator[Any]:
+        for model in ("first", "second"):
+            response = hostile.explained()
+            response.model = model
+            yield explain_pb2.ExplainStreamResponse(request_id=each.request_id, response=response)
+
+    server.stream(answers)
+
+    results = [each async for each in connect(server.address).explain_many([JPEG] * 9, in_flight=3)]
+
+    assert [each.model for each in results] == ["first"] * 9
 
 
 async def test_non_finite_numbers_are_written_into_a_receipt(connect: Any, server: Any) -> None:

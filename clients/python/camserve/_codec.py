@@ -5,10 +5,11 @@ Nothing here does network I/O, so the synchronous and the asynchronous client sh
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Required, TypeAlias, TypedDict, TypeGuard, cast
@@ -49,6 +50,7 @@ _MAX_EXPLANATIONS = 16 * 16 * 8  # methods × targets × layers of a request
 _MAX_CLASS_INDEX = (1 << 31) - 1
 _MAX_PHOTO_SIDE = 1 << 20  # pixels
 _PICTURE_START = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF.{4}WEBP", re.DOTALL)
+_MAX_TEXTS, _MAX_INTERVENTIONS = 1000, 16  # of a request
 _LAYER_SEPARATOR = " + "  # joins the names of fused layers
 _MAX_PREDICTIONS = 1000
 _RGB = 3  # channels
@@ -401,10 +403,8 @@ def result(response: explain_pb2.ExplainResponse, targets: Sequence[explain_pb2.
     return Result(
         predictions=tuple(map(decode_prediction, response.predictions)),
         explanations=tuple(
-            _decode_explanation(
-                message, photo, _decode_receipt(message, response, targets[index % len(targets)] if targets else None)
-            )
-            for index, message in enumerate(response.explanations)
+            _decode_explanation(message, photo, receipt)
+            for message, receipt in zip(response.explanations, _decode_receipts(response, targets), strict=True)
         ),
         model=response.model,
         request_id=response.request_id,
@@ -449,6 +449,8 @@ def _decode_photo(message: explain_pb2.Photo) -> Photo:
     edges = (seen.left, seen.top, seen.right, seen.bottom)
     if max(message.width, message.height) > _MAX_PHOTO_SIDE or not all(map(math.isfinite, edges)):
         raise Internal("the server sent an invalid photo geometry")
+    if excess := _picture.excess_pixels(message.width, message.height):
+        raise Internal(f"the server sent the geometry of a photo of {excess}")
     whole = Box(0.0, 0.0, float(message.width), float(message.height))
     return Photo(message.width, message.height, Box(*edges) if message.HasField("seen") else whole)
 
@@ -462,41 +464,56 @@ def decode_prediction(message: explain_pb2.Prediction) -> Prediction:
     return Prediction(label, message.probability, message.class_index, message.score, object_box, message.area)
 
 
-def _decode_receipt(
-    message: explain_pb2.Explanation, response: explain_pb2.ExplainResponse, requested: explain_pb2.Target | None
-) -> Receipt | None:
-    if not response.HasField("receipt"):
-        return None
+def _decode_receipts(
+    response: explain_pb2.ExplainResponse, targets: Sequence[explain_pb2.Target]
+) -> Iterator[Receipt | None]:
+    """Yield the receipt of each explanation. What their receipts have in common is decoded once, and shared."""
+    common = _decode_common_receipt(response) if response.HasField("receipt") else None
+    requested = functools.cache(lambda index: target_json(targets[index]))
+    for index, message in enumerate(response.explanations):
+        if common is None:
+            yield None
+        else:
+            # The server does not send back the image of a similarity, and sends an empty mask.
+            is_restored = targets and _lacks_image(message.resolved_target)
+            target = requested(index % len(targets)) if is_restored else target_json(message.resolved_target)
+            yield Receipt(**common, **_decode_own_receipt(message), target=target)
+
+
+def _decode_common_receipt(response: explain_pb2.ExplainResponse) -> dict[str, Any]:
     receipt, values = response.receipt, response.receipt.value_range
+    if len(receipt.texts) > _MAX_TEXTS or len(receipt.interventions) > _MAX_INTERVENTIONS:
+        raise Internal("the server sent a receipt with more texts or interventions than a request can have")
     converted = ("versions", "texts", "value_range", "interventions")
     names = [descriptor.name for descriptor in receipt.DESCRIPTOR.fields if descriptor.name not in converted]
-    return Receipt(
+    return {
         **{name: getattr(receipt, name) for name in names},
-        model=response.model,
-        versions=dict(receipt.versions),
-        texts=tuple(receipt.texts),
-        value_range=(values.minimum, values.maximum) if values.minimum < values.maximum else None,
-        interventions=tuple(map(_interventions.decode, receipt.interventions)),
-        method=message.method,
-        parameters={name: value(parameter) for name, parameter in message.parameters.items()},
-        augmentation_smoothing=message.augmentation_smoothing,
-        eigen_smoothing=message.eigen_smoothing,
-        input_channel=message.input_channel if message.HasField("input_channel") else None,
-        layers=tuple(message.layer.split(_LAYER_SEPARATOR)) if message.layer else (),
-        fusion=_FUSION_NAMES.get(message.fusion),
-        target=target_json(_restore_image(message.resolved_target, requested)),
-        score=message.score,
-        verdict=_decode_verdict(message.verdict),
-        heatmap=_decode_heatmap(message.heatmap) if message.HasField("heatmap") else None,
-    )
+        "model": response.model,
+        "versions": dict(receipt.versions),
+        "texts": tuple(receipt.texts),
+        "value_range": (values.minimum, values.maximum) if values.minimum < values.maximum else None,
+        "interventions": tuple(map(_interventions.decode, receipt.interventions)),
+    }
 
 
-def _restore_image(resolved: explain_pb2.Target, requested: explain_pb2.Target | None) -> explain_pb2.Target:
-    # The server does not send back the image of a similarity, and sends an empty mask.
-    is_missing = (resolved.WhichOneof("kind") == "similarity" and not resolved.similarity.image) or (
-        resolved.segment.HasField("mask") and not resolved.segment.mask
-    )
-    return requested if requested and is_missing else resolved
+def _decode_own_receipt(message: explain_pb2.Explanation) -> dict[str, Any]:
+    return {
+        "method": message.method,
+        "parameters": {name: value(parameter) for name, parameter in message.parameters.items()},
+        "augmentation_smoothing": message.augmentation_smoothing,
+        "eigen_smoothing": message.eigen_smoothing,
+        "input_channel": message.input_channel if message.HasField("input_channel") else None,
+        "layers": tuple(message.layer.split(_LAYER_SEPARATOR)) if message.layer else (),
+        "fusion": _FUSION_NAMES.get(message.fusion),
+        "score": message.score,
+        "verdict": _decode_verdict(message.verdict),
+        "heatmap": _decode_heatmap(message.heatmap) if message.HasField("heatmap") else None,
+    }
+
+
+def _lacks_image(resolved: explain_pb2.Target) -> bool:
+    is_empty_similarity = resolved.WhichOneof("kind") == "similarity" and not resolved.similarity.image
+    return is_empty_similarity or (resolved.segment.HasField("mask") and not resolved.segment.mask)
 
 
 def _decode_explanation(message: explain_pb2.Explanation, photo: Photo, receipt: Receipt | None) -> Explanation:

@@ -52,7 +52,7 @@ class Photo:
     """Geometry of the photo after its EXIF orientation was applied.
 
     Attributes:
-        width: Width in pixels.
+        width: Width in pixels. The photo has at most ``PIL.Image.MAX_IMAGE_PIXELS`` pixels.
         height: Height in pixels.
         seen: The part that the model sees: a resize with a centre crop leaves out a margin.
 
@@ -132,12 +132,17 @@ class Picture:
 
 
 def _check_pixels(image: Image.Image) -> None:
+    if excess := excess_pixels(image.width, image.height):
+        raise Internal(f"the server sent a picture of {excess}")
+
+
+def excess_pixels(width: int, height: int) -> str:
+    """Return a description of a size and of the limit, if it has more pixels than Pillow's limit, or else nothing."""
     # Pillow itself only warns above this limit, and raises an error above twice the limit.
     limit = Image.MAX_IMAGE_PIXELS
-    if limit is not None and image.width * image.height > limit:
-        raise Internal(
-            f"the server sent a picture of {image.width:,} x {image.height:,} pixels; the limit is {limit:,}"
-        )
+    if limit is None or width * height <= limit:
+        return ""
+    return f"{width:,} x {height:,} pixels; the limit is {limit:,}"
 
 
 def encode(image: Image.Image, encoding: str, quality: int = _JPEG_QUALITY) -> bytes:
@@ -229,9 +234,14 @@ def onto_photo(heatmap: NDArray[np.float32], photo: Photo) -> NDArray[np.float32
     y = _sample_axis(heatmap.shape[0], photo.height, seen.top, seen.bottom)
     x = _sample_axis(heatmap.shape[1], photo.width, seen.left, seen.right)
     resampled = np.full((photo.height, photo.width), np.nan, np.float32)
+    # The axis that grows comes last: between the two, a map of one long row would have billions of values otherwise.
+    columns_first = heatmap.shape[1] > photo.width and photo.height > heatmap.shape[0]
     with np.errstate(invalid="ignore"):  # infinities in a map give NaN around them
-        rows = _interpolate(heatmap, y)
-        resampled[y.pixels, x.pixels] = _interpolate(rows.T, x).T
+        if columns_first:
+            values = _interpolate(_interpolate(heatmap.T, x).T, y)
+        else:
+            values = _interpolate(_interpolate(heatmap, y).T, x).T
+    resampled[y.pixels, x.pixels] = values
     return resampled
 
 
@@ -287,7 +297,7 @@ def _sample_axis(cells: int, pixels: int, start: float, end: float) -> _AxisSamp
 
 def _seen_pixels(pixels: int, start: float, end: float) -> tuple[slice, NDArray[np.float64]]:
     """Return the pixels along one axis whose centres the model sees, and these centres."""
-    first, last = max(0, math.ceil(start - 0.5)), min(pixels, math.ceil(end - 0.5))
+    first, last = (min(max(0, math.ceil(edge - 0.5)), pixels) for edge in (start, end))
     return slice(first, max(first, last)), np.arange(first, last, dtype=np.float64) + 0.5
 
 

@@ -59,6 +59,9 @@ They are those of 16 images with the 8 MiB that a server accepts by default, and
 STREAM_END_TIMEOUT: Final = 1.0
 """Seconds that the server may take to end a stream after its last response."""
 
+MAX_PROGRESS_WAITING: Final = 8
+"""Messages of progress on a stream that may wait for the program. Each may be as large as a response."""
+
 _MAX_WAIT: Final = 3600.0  # seconds
 
 # Streams that may break with an image in flight, for each try that its retries allow, although other images have been

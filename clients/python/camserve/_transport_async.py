@@ -128,7 +128,9 @@ class _Stream:
         connection: Its connection, on which it counts as a call in flight, and so does each unanswered request.
         call: gRPC's call.
         requests: Requests to send; None ends the stream.
-        unanswered: Ids of the requests without a response.
+        unanswered: Ids of the requests without a response that was taken from the queue of events.
+        awaited: Ids of the requests without a response in that queue; empty once the stream is cancelled.
+        room: Messages of progress for which the queue has room.
         reader: Task that reads the responses.
     """
 
@@ -136,6 +138,8 @@ class _Stream:
     call: grpc.aio.Call
     requests: _RequestQueue
     unanswered: set[str] = field(default_factory=set[str])
+    awaited: set[str] = field(default_factory=set[str])
+    room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_stream.MAX_PROGRESS_WAITING))
     reader: asyncio.Task[None] | None = None
 
 
@@ -165,6 +169,7 @@ class Streams:
             connection = self._pool.acquire()
             stream = self._streams.get(connection) or await self._open(connection)
             stream.unanswered.add(request.request_id)
+            stream.awaited.add(request.request_id)
             stream.requests.put_nowait(request)
 
     async def next_event(self, seconds: float) -> _stream.Event:
@@ -182,7 +187,9 @@ class Streams:
             return await self._handle_end(stream, event)
         if isinstance(event, Exception):
             raise event
-        if _stream.is_final(event) and event.request_id in stream.unanswered:
+        if not _stream.is_final(event):
+            stream.room.release()
+        elif event.request_id in stream.unanswered:
             self._handle_answer(stream, event.request_id)
         return event
 
@@ -228,6 +235,8 @@ class Streams:
         del self._streams[stream.connection]
         stream.requests.put_nowait(None)
         stream.call.cancel()
+        stream.awaited.clear()  # the reader drops what it still receives
+        stream.room.release()  # it may wait with one message
         if stream.reader is not None:
             await asyncio.wait({stream.reader})
         await release(self._pool, stream.connection, 1 + len(stream.unanswered))
@@ -240,7 +249,10 @@ async def _until_none(requests: _RequestQueue, delay: float) -> AsyncIterator[ex
 
 
 async def _read(stream: _Stream, events: _EventQueue, errors: AbstractContextManager[None], report: _Report) -> None:
-    """Put every response into the queue, and last the error that ended the stream."""
+    """Put the responses to open requests into the queue, and last the error that ended the stream.
+
+    If progress is not taken from the queue, this reads no more, so that gRPC's flow control stops the server.
+    """
     try:
         with errors:
             await _put_responses(stream, events, report)
@@ -254,6 +266,13 @@ async def _put_responses(stream: _Stream, events: _EventQueue, report: _Report) 
         if report:
             report(cast("ReplyMetadata", await stream.call.initial_metadata()))
         async for response in cast("AsyncIterable[Any]", stream.call):
-            events.put_nowait((stream, _parsed(response)))
+            message = _parsed(response)
+            if message.request_id not in stream.awaited:
+                continue  # nobody asked for it
+            if _stream.is_final(message):
+                stream.awaited.discard(message.request_id)
+            else:
+                await stream.room.acquire()
+            events.put_nowait((stream, message))
     except asyncio.CancelledError as error:
         raise Cancelled(CLIENT_CLOSED_DURING_CALL) from error

@@ -99,13 +99,17 @@ class _Stream:
         connection: Its connection, on which it counts as a call in flight, and so does each unanswered request.
         call: gRPC's call.
         requests: Requests to send; None ends the stream.
-        unanswered: Ids of the requests without a response.
+        unanswered: Ids of the requests without a response that was taken from the queue of events.
+        awaited: Ids of the requests without a response in that queue; empty once the stream is cancelled.
+        room: Messages of progress for which the queue has room.
     """
 
     connection: Connection[Stubs]
     call: grpc.Call
     requests: _RequestQueue
     unanswered: set[str] = field(default_factory=set[str])
+    awaited: set[str] = field(default_factory=set[str])
+    room: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_stream.MAX_PROGRESS_WAITING))
 
 
 class Streams:
@@ -134,6 +138,7 @@ class Streams:
             connection = self._pool.acquire()
             stream = self._streams.get(connection) or self._open(connection)
             stream.unanswered.add(request.request_id)
+            stream.awaited.add(request.request_id)
             stream.requests.put(request)
 
     def next_event(self, seconds: float) -> _stream.Event:
@@ -150,7 +155,9 @@ class Streams:
             return self._handle_end(stream, event)
         if isinstance(event, Exception):
             raise event
-        if _stream.is_final(event) and event.request_id in stream.unanswered:
+        if not _stream.is_final(event):
+            stream.room.release()
+        elif event.request_id in stream.unanswered:
             self._handle_answer(stream, event.request_id)
         return event
 
@@ -206,16 +213,27 @@ class Streams:
         del self._streams[stream.connection]
         stream.requests.put(None)  # otherwise gRPC's thread would wait for a request forever
         stream.call.cancel()
+        stream.awaited.clear()  # the reader drops what it still receives
+        stream.room.release()  # it may wait with one message
         release(self._pool, stream.connection, 1 + len(stream.unanswered))
 
 
 def _read(stream: _Stream, events: _EventQueue, errors: AbstractContextManager[None], report: _Report) -> None:
-    """Put every response into the queue, and last the error that ended the stream."""
+    """Put the responses to open requests into the queue, and last the error that ended the stream.
+
+    If progress is not taken from the queue, this reads no more, so that gRPC's flow control stops the server.
+    """
     try:
         with errors:
             if report:
                 report(cast("ReplyMetadata", stream.call.initial_metadata()))
             for response in cast("Iterable[Any]", stream.call):
+                if response.request_id not in stream.awaited:
+                    continue  # nobody asked for it
+                if _stream.is_final(response):
+                    stream.awaited.discard(response.request_id)
+                else:
+                    stream.room.acquire()
                 events.put((stream, response))
         events.put((stream, _stream.stream_ended()))
     except Exception as error:  # noqa: BLE001 -- the consumer waits for whatever ends the stream

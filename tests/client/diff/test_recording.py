@@ -415,6 +415,14 @@ def test_file_that_is_no_json_is_refused(folder: Path, name: str, content: bytes
         everything(folder)
 
 
+def test_photo_of_more_pixels_than_a_picture_may_have_is_refused() -> None:
+    content = json.loads(lines.encode("a.jpg", result_of(MAP)))
+    content["geometry"] |= {"width": 30_000, "height": 30_000}
+
+    with pytest.raises(InvalidArgument, match="here is damaged: the photo has 30,000 x 30,000 pixels"):
+        lines.decode(json.dumps(content).encode(), "here")
+
+
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_no_json_in_a_line_makes_a_traceback(data: st.DataObject) -> None:

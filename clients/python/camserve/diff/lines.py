@@ -12,7 +12,7 @@ import numpy as np
 
 from camserve import _targets
 from camserve._errors import InvalidArgument
-from camserve._picture import Box, Photo
+from camserve._picture import Box, Photo, excess_pixels
 from camserve._receipts import Receipt, target_message
 from camserve._values import Prediction
 
@@ -192,6 +192,8 @@ def _photo(content: dict[str, Any]) -> Photo:
     edges = (seen.left, seen.top, seen.right, seen.bottom)
     if min(width, height) < 1 or not all(map(math.isfinite, edges)):
         raise ValueError("the geometry of the photo is invalid")
+    if excess := excess_pixels(width, height):
+        raise ValueError(f"the photo has {excess}")
     return Photo(width, height, seen)
 
 
