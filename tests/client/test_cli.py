@@ -710,6 +710,30 @@ def test_table_has_the_width_of_the_terminal(
     assert max(len(line) for line in lines if line.startswith("x")) <= 40
 
 
+def test_terminal_shows_a_limited_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(terminal, "MAX_ROWS", 20)
+
+    terminal.print_table(("number",), [(str(number),) for number in range(1020)])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.strip() for line in lines[1:21]] == list(map(str, range(20)))
+    assert lines[21:] == ["and 1,000 more rows, which are left out; a pipe or a file gets all of them"]
+
+
+def test_pipe_gets_all_rows_without_padding(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [("x" * 5000, "y" * 5000), *[("a", "b"), ("猫", "b")] * 5000]
+
+    terminal.print_table(("long", "last"), rows)
+
+    heading, first, *others = capsys.readouterr().out.splitlines()
+    assert heading == f"{'long':200} last"
+    assert first == f"{'x' * 4000}… {'y' * 4000}…"
+    assert others == [f"{'a':200} b", f"{'猫':199} b"] * 5000  # 猫 is two columns wide
+
+
 class Ready:
     """A client without a server. It predicts one class for a photo: the number of its last byte."""
 

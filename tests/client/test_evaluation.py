@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 import camserve
-from camserve import _metrics, cli
+from camserve import _metrics, _picture, cli
 from camserve._plots import canvas, comparison
 from camserve.v1 import evaluate_pb2, explain_pb2
 
@@ -150,9 +150,108 @@ def test_evaluation_of_nothing_is_an_empty_table() -> None:
     assert result.plot().width > 0
 
 
-def test_reading_of_a_missing_explanation_raises_internal() -> None:
-    with pytest.raises(camserve.Internal, match="did not send"):
-        _metrics.evaluation(evaluate_pb2.EvaluateResponse(readings=[evaluate_pb2.Reading(explanation=3)]))
+ORDERS: dict[str, tuple[int, list[tuple[int, str, bool]]]] = {
+    "another explanation": (1, [(3, "a", True)]),
+    "no explanation": (0, [(0, "a", True)]),
+    "fewer readings": (2, [(0, "a", True)]),
+    "more readings": (2, [(0, "a", True), (0, "b", True), (1, "a", True)]),
+    "the second explanation first": (2, [(1, "a", True), (0, "a", True)]),
+    "metrics in turn": (2, [(0, "a", True), (1, "a", True), (0, "b", True), (1, "b", True)]),
+    "another metric": (2, [(0, "a", True), (1, "b", True)]),
+    "another direction": (2, [(0, "a", True), (1, "a", False)]),
+    "17 metrics": (1, [(0, "a", True)] * 17),
+}
+
+
+@pytest.mark.parametrize(("explanations", "readings"), ORDERS.values(), ids=ORDERS)
+def test_readings_in_another_order_raise_internal(explanations: int, readings: list[tuple[int, str, bool]]) -> None:
+    response = evaluate_pb2.EvaluateResponse()
+    response.explained.explanations.extend([explain_pb2.Explanation()] * explanations)
+    for place, metric, higher in readings:
+        response.readings.add(explanation=place, metric=metric, higher_is_better=higher)
+
+    with pytest.raises(camserve.Internal, match=r"evaluate every explanation|more readings than"):
+        _metrics.evaluation(response)
+
+
+def test_evaluation_without_readings_has_a_row_for_each_explanation() -> None:
+    explained = explain_pb2.ExplainResponse(explanations=[explain_pb2.Explanation(method=name) for name in "ab"])
+
+    result = _metrics.evaluation(evaluate_pb2.EvaluateResponse(explained=explained))
+
+    assert (result.rows, result.best) == (((), ()), frozenset())
+    assert result.table() == "\na\nb"
+
+
+def test_rows_are_computed_once_for_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = evaluated(*[explain_pb2.Explanation(method=str(number)) for number in range(100)])
+    rows, calls = result.rows, []
+    monkeypatch.setattr(camserve.Evaluation, "rows", property(lambda _: calls.append(1) or rows))
+
+    assert result.best == {(99, 0)}
+    assert len(calls) == 1
+    result._repr_html_()
+    assert len(calls) < 10
+
+
+def test_label_of_a_megabyte_does_not_widen_every_line() -> None:
+    explanations = [explain_pb2.Explanation(method="x" * 1_000_000), *[explain_pb2.Explanation(method="y")] * 99]
+
+    assert len(evaluated(*explanations).table()) < 30_000
+
+
+def test_high_and_narrow_picture_has_the_height_of_its_tile() -> None:
+    picture = overlay(Image.new("1", (1, 4000)))
+
+    plot = evaluated(explain_pb2.Explanation(overlay=picture)).plot()
+
+    empty = evaluated(explain_pb2.Explanation()).plot()
+    assert plot.height == empty.height + comparison.MAX_TILE_HEIGHT - comparison.TILE_WIDTH
+
+
+def test_plot_has_a_limited_number_of_explanations() -> None:
+    sizes = [evaluated(*[explain_pb2.Explanation()] * count).plot().height for count in (100, 101, 400)]
+
+    assert sizes[1] == sizes[2] == sizes[0] + comparison.LINE_HEIGHT
+
+
+def test_pictures_of_a_plot_are_reduced_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    for owner, name in ((camserve.Picture, "open"), (comparison, "resized")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, recorded(original, steps))
+    explanation = explain_pb2.Explanation(overlay=overlay(Image.new("RGB", (900, 600))))
+
+    result = evaluated(*[explanation] * 3).plot()
+
+    assert steps == ["open", "resized"] * 3
+    assert result.getpixel((30, 60)) == (0, 0, 0)
+
+
+def recorded(function: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        names.append(function.__name__)
+        return function(*arguments)
+
+    return call
+
+
+def overlay(image: Image.Image) -> explain_pb2.Picture:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    kind = explain_pb2.IMAGE_FORMAT_PNG
+    return explain_pb2.Picture(format=kind, data=file.getvalue(), width=image.width, height=image.height)
+
+
+def test_pictures_of_too_many_pixels_in_all_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_picture, "MAX_PIXELS_IN_ALL", 1000)
+    decoded: list[Any] = []
+    monkeypatch.setattr(camserve.Picture, "open", decoded.append)
+    result = evaluated(*[explain_pb2.Explanation(overlay=overlay(Image.new("1", (20, 20))))] * 3)
+
+    with pytest.raises(camserve.Internal, match="pictures of 1,200 pixels in all; the limit is 1,000"):
+        result.plot()
+    assert decoded == []
 
 
 async def test_plot_is_saved_and_shown(client: Any, tmp_path: pathlib.Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 import camserve
-from camserve import _codec, _picture, _stream, _tables, _transport_async, _transport_sync
+from camserve import _codec, _picture, _regions, _stream, _tables, _transport_async, _transport_sync
 from camserve._picture import Picture
 from camserve._plots import comparison
 from camserve.v1 import evaluate_pb2, explain_pb2
@@ -300,6 +300,28 @@ def test_photo_may_have_as_many_pixels_as_a_picture(monkeypatch: pytest.MonkeyPa
     assert _codec.result(hostile.photo(3, 4)).photo.width == 3
     with pytest.raises(camserve.Internal, match="a photo of 13 x 1 pixels; the limit is 12"):
         _codec.result(hostile.photo(13, 1))
+
+
+@pytest.mark.parametrize(("side", "characters"), [(2, 61), (9000, 8_388_609)])
+def test_long_mask_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch, side: int, characters: int) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(_regions, "_runs", read.append)
+    response = hostile.photo(side, side)
+    region = response.explanations.add().regions.add()
+    region.mask.CopyFrom(explain_pb2.RunLengths(width=side, height=side, counts="0" * characters))
+
+    with pytest.raises(camserve.Internal, match=f"a mask of {characters:,} characters"):
+        _codec.result(response)
+    assert read == []
+
+
+@pytest.mark.parametrize("edges", [(1e38, 2e38), (-2e38, 2e38), (-900, -800), (900, 800), (3, 3)])
+def test_map_of_a_part_anywhere_is_drawn_on_the_photo(edges: tuple[float, float]) -> None:
+    left, right = edges
+    photo = camserve.Photo(6, 4, camserve.Box(left, left, right, right))
+
+    assert _picture.onto_photo(np.ones((2, 2), np.float32), photo).shape == (4, 6)
+    assert _picture.classes_onto_photo(np.ones((2, 2), np.uint16), photo).shape == (4, 6)
 
 
 async def test_replay_without_an_explanation_raises_internal(connect: Any, server: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 import camserve
+from camserve import _inspection_codec
 from camserve._plots import norms
 from camserve.v1 import explain_pb2
 
@@ -185,6 +186,48 @@ def colours(image: Image.Image) -> set[Any]:
 
 def rgb(name: str) -> tuple[int, ...]:
     return tuple(bytes.fromhex(name[1:]))
+
+
+def test_name_of_a_megabyte_does_not_widen_every_line() -> None:
+    layers = [explain_pb2.LayerReading(name="x" * 1_000_000), *[explain_pb2.LayerReading(name="y", type="t")] * 99]
+
+    lines = _inspection_codec.inspection(explain_pb2.InspectLayersResponse(layers=layers)).table().splitlines()
+
+    assert len(lines) == 101
+    assert lines[1].startswith("x" * 4000 + "…")
+    assert max(map(len, lines[2:])) < 400
+
+
+def test_more_layers_than_a_model_has_raise_internal() -> None:
+    message = explain_pb2.InspectLayersResponse(layers=[explain_pb2.LayerReading()] * 100_001)
+
+    with pytest.raises(camserve.Internal, match="100,001 layers; the limit is 100,000"):
+        _inspection_codec.inspection(message)
+
+
+VALID = {"mean": 3, "vectors": 6, "shares": 2, "ranges": 4}  # numbers in each part
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict.fromkeys(VALID, 0),
+        {"mean": 0},
+        {"mean": 0.75},
+        {"vectors": 5},
+        {"shares": 0},
+        {"ranges": 3},
+        {"background_mean": 2},
+        {"background_vector": 4},
+    ],
+)
+async def test_basis_whose_parts_do_not_fit_raises_internal(client: Any, server: Any, change: Any) -> None:
+    parts = {name: b"\0" * int(4 * count) for name, count in (VALID | change).items()}
+    response = explain_pb2.ExtractFeaturesResponse(basis=explain_pb2.FeatureBasis(**parts))
+    server.extraction = lambda _request: response
+
+    with pytest.raises(camserve.Internal, match="basis whose parts do not fit"):
+        await client.features(b"\x07", rank="pca")
 
 
 def test_plot_marks_only_problems_in_red(inspection: Any) -> None:

@@ -387,7 +387,9 @@ def test_difference_from_a_zero_map_is_not_relative(receipt: camserve.Receipt) -
 
 
 def test_values_are_compared_if_one_side_has_no_map(receipt: camserve.Receipt) -> None:
-    for replay in (compared(receipt, heatmap=None), compared(replace(receipt, heatmap=None))):
-        assert replay.gap is None
-        assert replay.same
-        assert "map" not in [each.name for each in replay.checks]
+    lost, new = compared(receipt, heatmap=None), compared(replace(receipt, heatmap=None))
+
+    assert (lost.gap, new.gap) == (None, None)
+    assert lost.differences == ("there is no map, had 2×3 cells",)
+    assert new.same
+    assert "map" not in [each.name for each in new.checks]

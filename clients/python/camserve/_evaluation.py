@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from camserve import _html, _local
 from camserve._errors import InvalidArgument
-from camserve._picture import FORMATS, Picture, encode
+from camserve._picture import FORMATS, Picture, check_total, encode
 from camserve._plots import comparison
-from camserve.terminal import printable
+from camserve.terminal import aligned
 
 if TYPE_CHECKING:
     import os
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from camserve._result import Explanation, Result
     from camserve._values import ParameterInfo
+
+MAX_PLOTTED = 100
+"""Most explanations in a plot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +172,9 @@ class Evaluation:
     @property
     def rows(self) -> tuple[tuple[Reading, ...], ...]:
         """The readings of each explanation."""
-        metrics = len(self.readings) // max(1, len(self.explained.explanations))
-        return tuple(self.readings[start : start + metrics] for start in range(0, len(self.readings), metrics or 1))
+        count = len(self.explained.explanations)
+        metrics = len(self.readings) // max(1, count)
+        return tuple(self.readings[row * metrics : (row + 1) * metrics] for row in range(count))
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -188,14 +192,14 @@ class Evaluation:
     def best(self) -> frozenset[tuple[int, int]]:
         """Rows and columns of the best reading of each metric among the explanations of one target."""
         best: set[tuple[int, int]] = set()
-        titles = [explanation.title for explanation in self.explained.explanations]
-        for column in range(len(self.rows[0]) if self.rows else 0):
-            for title in dict.fromkeys(titles):
-                rows = [row for row, row_title in enumerate(titles) if row_title == title]
-                ranks = {row: self.rows[row][column].rank for row in rows}
-                lowest = min(ranks.values())
+        rows_of: dict[str, list[int]] = {}
+        for row, explanation in enumerate(self.explained.explanations):
+            rows_of.setdefault(explanation.title, []).append(row)
+        for column, readings in enumerate(zip(*self.rows, strict=True)):
+            for rows in rows_of.values():
+                lowest = min(readings[row].rank for row in rows)
                 if len(rows) > 1 and math.isfinite(lowest):
-                    best |= {(row, column) for row, rank in ranks.items() if rank == lowest}
+                    best |= {(row, column) for row in rows if readings[row].rank == lowest}
         return frozenset(best)
 
     def cells(self) -> tuple[tuple[str, ...], ...]:
@@ -216,6 +220,8 @@ class Evaluation:
     def table(self) -> str:
         """Return the table as text; ↑ means that higher is better, * marks the best of each column.
 
+        Very long labels are shortened.
+
         Example:
             >>> evaluation = client.evaluate("cat.jpg", methods=["gradcam", "layercam"], metrics=["sparseness"])
             >>> print(evaluation.table())
@@ -223,12 +229,10 @@ class Evaluation:
             gradcam   0.266 *
             layercam  0.256
         """
-        cells = [list(map(printable, line)) for line in self.cells()]
+        cells = list(map(list, self.cells()))
         for row, column in self.best:
             cells[row + 1][column + 1] += " *"
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
-        return "\n".join(line.rstrip() for line in lines)
+        return aligned(cells, "  ")
 
     def remarks(self) -> tuple[tuple[str, str], ...]:
         """Return the messages of readings, each with the label of its explanation and its metric.
@@ -271,17 +275,24 @@ class Evaluation:
     def plot(self) -> Image.Image:
         """Draw the overlays side by side, and below them a chart of each metric.
 
+        A plot has the first 100 explanations; the table has all of them.
+
+        Raises:
+            Internal: An overlay cannot be decoded, or they have more than 2^30 pixels in all.
+
         Example:
             >>> evaluation = client.evaluate("cat.jpg", methods=["gradcam", "layercam"], metrics=["sparseness"])
             >>> evaluation.plot().size
             (540, 320)
         """
-        pictures = [explanation.overlay_picture for explanation in self.explained.explanations]
-        tiles = [
-            comparison.Tile(label, picture.open() if picture else None)
-            for label, picture in zip(self.labels, pictures, strict=True)
-        ]
-        return comparison.draw(tiles, [_panel(column) for column in zip(*self.rows, strict=True)])
+        explanations = self.explained.explanations
+        pictures = [explanation.overlay_picture for explanation in explanations[:MAX_PLOTTED]]
+        check_total(pictures)
+        tiles = list(map(comparison.tile, self.labels, pictures))
+        panels = [_panel(column) for column in zip(*self.rows[:MAX_PLOTTED], strict=True)]
+        is_cut = len(explanations) > MAX_PLOTTED
+        note = f"the first {MAX_PLOTTED} of {len(explanations):,} explanations" if is_cut else ""
+        return comparison.draw(tiles, panels, note)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Save the plot as a picture (.png, .jpg, .webp).
@@ -309,8 +320,9 @@ class Evaluation:
 
     def _repr_html_(self) -> str:
         headings, *lines = self.cells()
+        best = self.best
         marked = [
-            (label, *(f"{cell} *" if (row, column) in self.best else cell for column, cell in enumerate(values)))
+            (label, *(f"{cell} *" if (row, column) in best else cell for column, cell in enumerate(values)))
             for row, (label, *values) in enumerate(lines)
         ]
         plot = self.plot()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from camserve import _html, _local
 from camserve._errors import FailedPrecondition, InvalidArgument
 from camserve._picture import FORMATS, Photo, Picture, encode
-from camserve.terminal import printable
+from camserve.terminal import aligned
 
 if TYPE_CHECKING:
     import os
@@ -152,7 +152,7 @@ class Inspection:
         return tuple(layer for layer in self.layers if layer.elements and not layer.container)
 
     def table(self) -> str:
-        """All statistics as text, one line for each layer.
+        """All statistics as text, one line for each layer. Very long names are shortened.
 
         Example:
             >>> print(client.inspect("cat.jpg", layers=["conv_stem", "bn2"]).table())
@@ -160,10 +160,7 @@ class Inspection:
             conv_stem  Conv2dSame      1×32×112×112  ...
             bn2        BatchNormAct2d  1×1280×7×7    ...
         """
-        rows = [HEADINGS, *(tuple(map(printable, row(layer))) for layer in self.layers)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in rows)
-        return "\n".join(line.rstrip() for line in lines)
+        return aligned([HEADINGS, *map(row, self.layers)], "  ")
 
     def plot(self) -> Image.Image:
         """Plot the norms of activation and gradient over depth, on logarithmic scales.

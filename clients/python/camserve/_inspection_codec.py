@@ -5,6 +5,7 @@ Nothing here does network I/O, so the synchronous and the asynchronous client sh
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from typing import TYPE_CHECKING, TypedDict
 
@@ -33,6 +34,7 @@ _RANKS: Mapping[str, explain_pb2.ChannelRank.ValueType] = {
 }
 _DEFAULT_TOP: Mapping[str, int] = {"activation": 16, "gradient": 16}  # the server knows those of the other ranks
 _MAX_CHANNELS = 256
+_MAX_LAYERS = 100_000  # of a model
 _BASIS = ("mean", "vectors", "shares", "ranges", "background_mean", "background_vector")
 
 
@@ -202,7 +204,13 @@ def _encode_target(target: _targets.TargetLike | None) -> explain_pb2.Target | N
 
 
 def inspection(message: explain_pb2.InspectLayersResponse) -> Inspection:
-    """Decode a response with the statistics of layers."""
+    """Decode a response with the statistics of layers.
+
+    Raises:
+        Internal: The response is invalid, or has too many layers.
+    """
+    if len(message.layers) > _MAX_LAYERS:
+        raise Internal(f"the server sent {len(message.layers):,} layers; the limit is {_MAX_LAYERS:,}")
     common = _decode_common_fields(message)
     return Inspection(
         layers=tuple(map(_decode_layer, message.layers)),
@@ -252,7 +260,7 @@ def features(message: explain_pb2.ExtractFeaturesResponse, options: FeaturesOpti
         options: The options of the request.
 
     Raises:
-        Internal: The raw maps do not have the declared number of values.
+        Internal: The raw maps do not have the declared number of values, or the parts of the basis do not fit.
     """
     common = _decode_common_fields(message)
     return Features(
@@ -286,14 +294,25 @@ def features(message: explain_pb2.ExtractFeaturesResponse, options: FeaturesOpti
 
 
 def _decode_basis(message: explain_pb2.FeatureBasis) -> FeatureBasis:
-    arrays = {
-        name: np.frombuffer(data, "<f4").astype(np.float32, copy=False)
-        for name in _BASIS
-        if (data := getattr(message, name))
+    channels, components = len(message.mean) // 4, len(message.shares) // 4
+    shapes = {
+        "mean": (channels,),
+        "vectors": (components, channels),
+        "shares": (components,),
+        "ranges": (components, 2),
+        "background_mean": (channels,),
+        "background_vector": (channels,),
     }
-    channels = len(arrays["mean"])
-    arrays |= {"vectors": arrays["vectors"].reshape(-1, channels), "ranges": arrays["ranges"].reshape(-1, 2)}
-    return FeatureBasis(**arrays)
+    files = {name: getattr(message, name) for name in shapes}
+    found = {name: data for name, data in files.items() if data or not name.startswith("background")}
+    if not channels or any(len(data) != 4 * math.prod(shapes[name]) for name, data in found.items()):
+        raise Internal("the server sent a basis whose parts do not fit each other")
+    return FeatureBasis(
+        **{
+            name: np.frombuffer(data, "<f4").astype(np.float32, copy=False).reshape(shapes[name])
+            for name, data in found.items()
+        }
+    )
 
 
 def _decode_maps(

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from camserve._result import Result
     from camserve._targets import BoxLike
 
+_MAX_METRICS = 16  # of a request
+
 MetricLike: TypeAlias = "str | Metric | tuple[str, Mapping[str, float | str]]"
 
 
@@ -55,17 +57,25 @@ def evaluation(response: evaluate_pb2.EvaluateResponse) -> Evaluation:
     """Decode the response of an evaluation.
 
     Raises:
-        Internal: A reading is invalid, or is of an explanation that the response does not have.
+        Internal: A reading is invalid, or the readings do not have the order of ``Evaluation.readings``.
     """
     explained = _codec.result(response.explained)
-    if len(response.readings) % max(1, len(explained.explanations)):
-        raise Internal("the server did not evaluate every explanation by the same metrics")
+    _check_order(response.readings, len(explained.explanations))
     return Evaluation(explained, tuple(_decode_reading(reading, explained) for reading in response.readings))
 
 
+def _check_order(readings: Sequence[evaluate_pb2.Reading], explanations: int) -> None:
+    metrics, left = divmod(len(readings), explanations) if explanations else (0, len(readings))
+    if metrics > _MAX_METRICS:
+        raise Internal("the server sent more readings than a request can ask for")
+    row = [(reading.metric, reading.higher_is_better) for reading in readings[:metrics]]
+    expected = [(index, *column) for index in range(explanations) for column in row]
+    found = [(reading.explanation, reading.metric, reading.higher_is_better) for reading in readings]
+    if left or found != expected:
+        raise Internal("the server did not evaluate every explanation by the same metrics, in their order")
+
+
 def _decode_reading(message: evaluate_pb2.Reading, explained: Result) -> Reading:
-    if message.explanation >= len(explained.explanations):
-        raise Internal("the server evaluated an explanation that it did not send")
     if not all(len(curve.x) == len(curve.y) and all(0 <= x <= 1 for x in curve.x) for curve in message.curves):
         raise Internal("the server sent an invalid curve")
     return Reading(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,9 +14,14 @@ from PIL import Image, ImageOps
 from camserve._errors import CamserveError, Internal, InvalidArgument
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from numpy.typing import NDArray
 
 FORMATS = {".jpg": "jpeg", ".jpeg": "jpeg", ".png": "png", ".webp": "webp"}
+
+MAX_PIXELS_IN_ALL = 1 << 30
+"""Most pixels of all pictures of an answer that are decoded together."""
 
 _PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
 _DECODED_FORMATS = ("JPEG", "PNG", "WEBP")
@@ -103,15 +109,9 @@ class Picture:
             >>> image.mode, image.size
             ('RGB', (200, 133))
         """
-        try:
-            # Pillow has about forty decoders. Without this list the server could choose any of them.
-            image = Image.open(io.BytesIO(self.data), formats=_DECODED_FORMATS)
-            _check_pixels(image)
+        with _as_internal():
+            image = _read_header(self.data)
             image.load()
-        except CamserveError:
-            raise
-        except Exception as error:
-            raise Internal(f"the server sent a picture that cannot be decoded: {error}") from error
         return image
 
     def encoded(self, wanted: str) -> bytes:
@@ -131,9 +131,37 @@ class Picture:
         return self.data if wanted == self.format else encode(self.open(), wanted)
 
 
-def _check_pixels(image: Image.Image) -> None:
+@contextmanager
+def _as_internal() -> Iterator[None]:
+    try:
+        yield
+    except CamserveError:
+        raise
+    except Exception as error:
+        raise Internal(f"the server sent a picture that cannot be decoded: {error}") from error
+
+
+def _read_header(data: bytes) -> Image.Image:
+    # Pillow has about forty decoders. Without this list the server could choose any of them.
+    image = Image.open(io.BytesIO(data), formats=_DECODED_FORMATS)
     if excess := excess_pixels(image.width, image.height):
         raise Internal(f"the server sent a picture of {excess}")
+    return image
+
+
+def check_total(pictures: Iterable[Picture | None]) -> None:
+    """Check the number of pixels of all pictures of an answer, before they are decoded.
+
+    Raises:
+        Internal: There are too many, or a file has no valid header.
+    """
+    total = 0
+    for picture in filter(None, pictures):
+        with _as_internal():
+            image = _read_header(picture.data)
+        total += image.width * image.height
+    if total > MAX_PIXELS_IN_ALL:
+        raise Internal(f"the server sent pictures of {total:,} pixels in all; the limit is {MAX_PIXELS_IN_ALL:,}")
 
 
 def excess_pixels(width: int, height: int) -> str:

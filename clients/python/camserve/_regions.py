@@ -28,6 +28,7 @@ _BITS = 5
 _MORE = 1 << _BITS
 _SIGN = 1 << (_BITS - 1)
 _MAX_LENGTH = 12  # characters of a number: 60 bits
+_MAX_CHARACTERS = 1 << 23  # of a mask; while it is read, each takes some 60 bytes
 
 
 class RunLengths(TypedDict):
@@ -150,8 +151,10 @@ def _decode(message: explain_pb2.Region, photo: Photo) -> Region:
 
 
 def _decode_mask(message: explain_pb2.RunLengths, photo: Photo) -> RunLengths:
-    runs = _runs(message.counts)
     pixels = photo.width * photo.height
+    if len(message.counts) > min(_MAX_LENGTH * (pixels + 1), _MAX_CHARACTERS):
+        raise Internal(f"the server sent a mask of {len(message.counts):,} characters, more than a photo can need")
+    runs = _runs(message.counts)
     has_photo_size = (message.height, message.width) == (photo.height, photo.width)
     # A sum of floats does not overflow, and is exact up to 2^53.
     if not has_photo_size or runs.min() < 0 or runs.max() > pixels or runs.sum(dtype=np.float64) != pixels:

@@ -142,7 +142,7 @@ def compare(receipt: Receipt, explanation: Explanation) -> Replay:
     now = explanation.receipt
     gap = _relative_gap(receipt.heatmap, now.heatmap)
     results = [_compare_scores(receipt.score, now.score)]
-    if receipt.heatmap is not None and now.heatmap is not None and gap is not None:
+    if receipt.heatmap is not None:
         results.append(_compare_maps(receipt.heatmap, now.heatmap, gap))
     differ = not all(check.same for check in results)
     digests = (
@@ -181,8 +181,10 @@ def _relative_gap(then: NDArray[np.float32] | None, now: NDArray[np.float32] | N
     return difference / scale if scale > 0 and math.isfinite(difference) else math.inf
 
 
-def _compare_maps(then: NDArray[np.float32], now: NDArray[np.float32], gap: float) -> Check:
-    old_size, new_size = ("×".join(map(str, heatmap.shape)) for heatmap in (then, now))
+def _compare_maps(then: NDArray[np.float32], now: NDArray[np.float32] | None, gap: float | None) -> Check:
+    if now is None or gap is None:
+        return Check("map", _size(then), "none", same=False, words=f"there is no map, had {_size(then)} cells")
+    old_size, new_size = _size(then), _size(now)
     if then.shape != now.shape:
         words = f"the map has {new_size} cells, had {old_size}"
     elif packed(then) == packed(now):
@@ -192,6 +194,10 @@ def _compare_maps(then: NDArray[np.float32], now: NDArray[np.float32], gap: floa
     else:
         words = f"the map differs by {gap:.2g} of its largest absolute value"
     return Check("map", old_size, new_size, gap <= CLOSE, words=words)
+
+
+def _size(heatmap: NDArray[np.float32]) -> str:
+    return "×".join(map(str, heatmap.shape))
 
 
 def _compare_environments(receipt: Receipt, now: Receipt, *, matter: bool) -> Iterator[Check]:

@@ -1,7 +1,7 @@
 """Print untrusted text: its control characters are escaped, so that a terminal does not act on them.
 
-``echo`` prints lines and ``print_table`` a table; ``printable``, ``brief`` and ``printable_json`` return the
-escaped text.
+``echo`` prints lines and ``print_table`` a table; ``printable``, ``brief``, ``aligned`` and ``printable_json`` return
+the escaped text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 MAX_PRINTED = 4000
 """Maximum number of characters of a line or cell that are printed."""
 
-_PIPE_WIDTH = 10_000  # characters; in a pipe, a table is as wide as its content
+MAX_ROWS = 2000
+"""Most rows of a table that are printed on a terminal: more take minutes to lay out, and nobody reads them there."""
+
+_MAX_PADDED = 200  # characters of a cell that the other cells of its column are aligned with
 
 # C0 and C1 control characters, which include ESC; line and paragraph separators; marks, embeddings, overrides and
 # isolates that change the direction of text; tags, which are invisible; and lone surrogates, as in file names that are
@@ -40,6 +43,22 @@ def printable(text: str) -> str:
 def brief(text: str) -> str:
     """Escape a line or a cell, and truncate it if it is very long."""
     return printable(text if len(text) <= MAX_PRINTED else f"{text[:MAX_PRINTED]}…")
+
+
+def aligned(rows: Iterable[Sequence[str]], gap: str) -> str:
+    """Return rows of equal length as lines, with a gap between the columns; cells are as of ``brief``.
+
+    A cell of more than 200 characters is wider than its column. So a long cell does not make every line as long.
+    """
+    from rich.cells import cell_len  # noqa: PLC0415 -- only tables need it
+
+    cells = [list(map(brief, row)) for row in rows]
+    widths = [min(max(map(cell_len, column)), _MAX_PADDED) for column in zip(*cells, strict=True)]
+    padded = (
+        gap.join(cell + " " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    )
+    return "\n".join(line.rstrip() for line in padded)
 
 
 def printable_json(text: str) -> str:
@@ -64,7 +83,7 @@ def echo(text: str = "", *, err: bool = False) -> None:
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
-    """Print a table on standard output, as wide as the terminal, or in a pipe as wide as its content.
+    """Print a table on standard output: on a terminal as wide as it is, with a limit of rows; in a pipe in full.
 
     Args:
         headings: Headings of the columns.
@@ -73,13 +92,18 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -
     from rich.console import Console  # noqa: PLC0415 -- importing rich takes time, which only tables need
     from rich.table import Table  # noqa: PLC0415 -- the same
 
+    console, listed = Console(), list(rows)
+    if not console.is_terminal:
+        echo(aligned([headings, *(tuple(map(str, row)) for row in listed)], " "))
+        return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
         table.add_column(_cell(heading), overflow="fold")
-    for row in rows:
+    for row in listed[:MAX_ROWS]:
         table.add_row(*map(_cell, row))
-    console = Console() if Console().is_terminal else Console(width=_PIPE_WIDTH)
     console.print(table, width=min(console.width, console.measure(table).maximum))
+    if len(listed) > MAX_ROWS:
+        echo(f"and {len(listed) - MAX_ROWS:,} more rows, which are left out; a pipe or a file gets all of them")
 
 
 def _cell(content: str | Text) -> Text:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from camserve import _html
-from camserve._picture import Picture, encode
+from camserve._picture import Picture, check_total, encode
 from camserve._targets import Finer, Similarity
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def result_html(result: Result) -> str:
         "image": _html.data_url(photo, "jpeg"),
         "maps": [_plain(explanation) for explanation in maps],
     }
+    check_total(each.overlay_picture for each in maps)
     figures = [_html.figure(_small(each.overlay_picture, len(maps)), each.heading, each.note) for each in maps]
     return _html.comparison(_html.table(("class", "probability"), rows, result.model), data, figures)
 

@@ -45,10 +45,8 @@ class Canvas:
 
     def paste(self, image: Image.Image, position: Point, width: int, height: int) -> None:
         """Draw an image in another size."""
-        size = (width * _SUPERSAMPLING, height * _SUPERSAMPLING)
-        resized = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
         left, top = position
-        self.drawing.paste(resized, (round(left * _SUPERSAMPLING), round(top * _SUPERSAMPLING)))
+        self.drawing.paste(resized(image, width, height), (round(left * _SUPERSAMPLING), round(top * _SUPERSAMPLING)))
 
     def marker(self, color: str, position: Point) -> None:
         """Draw a small square, as in a legend."""
@@ -85,6 +83,12 @@ class Canvas:
     def rectangle(self, edges: Rectangle, *, fill: str | None = None, outline: str | None = None) -> None:
         """Draw a rectangle, given its left, upper, right and lower edges."""
         self.pen.rectangle([edge * _SUPERSAMPLING for edge in edges], fill, outline, _SUPERSAMPLING)
+
+
+def resized(image: Image.Image, width: int, height: int) -> Image.Image:
+    """Return an image in another size of the result, at the resolution in which a canvas is drawn."""
+    rgb = image if image.mode == "RGB" else image.convert("RGB")
+    return rgb.resize((width * _SUPERSAMPLING, height * _SUPERSAMPLING), Image.Resampling.LANCZOS)
 
 
 def axis_ticks(low: float, high: float) -> list[float]:

@@ -6,19 +6,21 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from camserve._plots.canvas import COLORS, GRID_COLOR, MARKER_SIZE, MUTED_COLOR, Canvas, axis_ticks
+from camserve._plots.canvas import COLORS, GRID_COLOR, MARKER_SIZE, MUTED_COLOR, Canvas, axis_ticks, resized
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from PIL import Image
 
+    from camserve._picture import Picture
     from camserve._plots.canvas import Point, Rectangle
 
 T = TypeVar("T")
 
 # Sizes in pixels.
 TILE_WIDTH, MIN_PANEL_WIDTH, CHART_HEIGHT, GAP, LINE_HEIGHT = 240, 300, 190, 20, 20
+MAX_TILE_HEIGHT: Final = 720  # a higher picture is narrower than its tile
 BAR_HEIGHT: Final = 16
 BAR_PITCH: Final = 26  # from one bar to the next
 BAR_LABEL_WIDTH, BAR_VALUE_WIDTH = 110, 52
@@ -78,8 +80,22 @@ class Panel:
         return LINE_HEIGHT + 8 + BAR_PITCH * len(self.bars) + GAP
 
 
-def draw(tiles: Sequence[Tile], panels: Sequence[Panel]) -> Image.Image:
-    """Draw tiles in rows, and the panels below them. Each tile has a colour, which its lines and bars share."""
+def tile(label: str, picture: Picture | None) -> Tile:
+    """Return a tile with a picture, reduced to its size: so only one picture at a time has all its pixels in memory."""
+    if picture is None:
+        return Tile(label, None)
+    image = picture.open()
+    return Tile(label, resized(image, *_size_in_tile(image)))
+
+
+def draw(tiles: Sequence[Tile], panels: Sequence[Panel], note: str = "") -> Image.Image:
+    """Draw tiles in rows, and the panels below them. Each tile has a colour, which its lines and bars share.
+
+    Args:
+        tiles: The tiles.
+        panels: The panels.
+        note: A line at the lower end.
+    """
     tile_columns = max(1, min(MAX_TILE_COLUMNS, len(tiles)))
     panels_width = min(len(panels), MAX_PANEL_COLUMNS) * (MIN_PANEL_WIDTH + GAP)
     width = max(tile_columns * (TILE_WIDTH + GAP), panels_width) + GAP
@@ -89,7 +105,8 @@ def draw(tiles: Sequence[Tile], panels: Sequence[Panel]) -> Image.Image:
     tile_rows, panel_rows = list(_split(tiles, tile_columns)), list(_split(panels, panel_columns))
     panel_heights = [max(panel.height for panel in row) for row in panel_rows]
     tile_pitch = tile_height + LINE_HEIGHT + GAP
-    canvas = Canvas.blank(width, GAP + len(tile_rows) * tile_pitch + sum(panel_heights))
+    height = GAP + len(tile_rows) * tile_pitch + sum(panel_heights) + LINE_HEIGHT * bool(note)
+    canvas = Canvas.blank(width, height)
 
     top = GAP
     for first, row in zip(range(0, len(tiles), tile_columns), tile_rows, strict=True):
@@ -97,10 +114,11 @@ def draw(tiles: Sequence[Tile], panels: Sequence[Panel]) -> Image.Image:
             _draw_tile(canvas, tile, _color(first + column), (GAP + column * (TILE_WIDTH + GAP), top), tile_height)
         top += tile_pitch
     labels = [tile.label for tile in tiles]
-    for panel_row, height in zip(panel_rows, panel_heights, strict=True):
+    for panel_row, panel_height in zip(panel_rows, panel_heights, strict=True):
         for column, panel in enumerate(panel_row):
             _draw_panel(canvas, panel, labels, (GAP + column * (panel_width + GAP), top), panel_width)
-        top += height
+        top += panel_height
+    canvas.text(note, (GAP, height - LINE_HEIGHT), color=MUTED_COLOR)
     return canvas.result()
 
 
@@ -110,7 +128,14 @@ def _split(items: Sequence[T], columns: int) -> Iterator[Sequence[T]]:
 
 
 def _image_height(tile: Tile) -> int:
-    return TILE_WIDTH if tile.image is None else max(1, round(TILE_WIDTH * tile.image.height / tile.image.width))
+    return TILE_WIDTH if tile.image is None else _size_in_tile(tile.image)[1]
+
+
+def _size_in_tile(image: Image.Image) -> tuple[int, int]:
+    height = TILE_WIDTH * image.height / image.width
+    if height <= MAX_TILE_HEIGHT:
+        return TILE_WIDTH, max(1, round(height))
+    return max(1, round(MAX_TILE_HEIGHT * image.width / image.height)), MAX_TILE_HEIGHT
 
 
 def _color(index: int) -> str:
@@ -125,7 +150,8 @@ def _draw_tile(canvas: Canvas, tile: Tile, color: str, position: Point, frame_he
     if tile.image is None:
         canvas.rectangle((left, top, left + TILE_WIDTH, top + frame_height), outline=GRID_COLOR)
     else:
-        canvas.paste(tile.image, (left, top), TILE_WIDTH, _image_height(tile))
+        width, height = _size_in_tile(tile.image)
+        canvas.paste(tile.image, (left + (TILE_WIDTH - width) // 2, top), width, height)
 
 
 def _draw_panel(canvas: Canvas, panel: Panel, labels: Sequence[str], position: Point, width: int) -> None:
