@@ -469,7 +469,11 @@ def _decode_receipts(
 ) -> Iterator[Receipt | None]:
     """Yield the receipt of each explanation. What their receipts have in common is decoded once, and shared."""
     common = _decode_common_receipt(response) if response.HasField("receipt") else None
-    requested = functools.cache(lambda index: target_json(targets[index]))
+
+    @functools.cache
+    def requested(index: int) -> Mapping[str, Any]:
+        return target_json(targets[index])
+
     for index, message in enumerate(response.explanations):
         if common is None:
             yield None

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from camserve._errors import CamserveError, Internal, InvalidArgument
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Generator, Iterable
 
     from numpy.typing import NDArray
 
@@ -132,7 +132,7 @@ class Picture:
 
 
 @contextmanager
-def _as_internal() -> Iterator[None]:
+def _as_internal() -> Generator[None, None, None]:
     try:
         yield
     except CamserveError:
