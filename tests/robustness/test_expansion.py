@@ -281,7 +281,7 @@ class Sender:
 
 async def test_empty_messages_of_a_stream_take_memory_until_they_are_answered():
     parser, received = RecordingParser(4096, 12 * deserialization.ITEM_MEMORY), []
-    limits = deserialization.MessageLimits(parser, ReceiveLimiter(4), ReceiveLimiter(4))
+    limits = deserialization.MessageLimits(parser, *(ReceiveLimiter(4) for _ in range(3)))
     parse = explain_pb2.ExplainStreamRequest.FromString
 
     async def behaviour(requests, _context):

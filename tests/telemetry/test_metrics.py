@@ -495,7 +495,7 @@ def test_address_with_most_connections_replaces_only_its_own(monkeypatch):
                 new = socket.create_connection(address.split(":"), source_address=("127.0.0.2", 0))
                 stack.enter_context(new)
                 assert each.recv(1) == b""
-        lines[0].sendall(b"st: x\r\n\r\n")
+        lines[0].sendall(b"st: localhost\r\n\r\n")
 
         assert lines[0].makefile("rb").readline() == b"HTTP/1.1 200 OK\r\n"
 
