@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from camserve_server.core.errors import ResourceExhausted
+from camserve_server.core.sockets import address_of
 from camserve_server.engine.values import Row, RowResult
 from camserve_server.models.values import Pass
 from camserve_server.scheduling import BYTES_PER_ROW, Batcher, admission
-from camserve_server.scheduling.admission import Admission, address_of
+from camserve_server.scheduling.admission import Admission
 from camserve_server.telemetry import Origin
 from support import StoppedClock, wait_in_loop_until
 

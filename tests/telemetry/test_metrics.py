@@ -18,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import camserve
 import fork_server
-from camserve import connect
 from camserve_server import telemetry
 from camserve_server.api import exposure, oip, tokens
 from camserve_server.api.oip.v2 import inference_pb2
@@ -439,7 +438,7 @@ def test_web_pages_of_others_cannot_read_the_metrics(address, origin, host, code
 
     assert received.startswith(f"HTTP/1.1 {code} ")
     assert ("camserve_calls_in_flight 3.0" in received) == (code == 200)
-    assert all(f"{name}: {value}\r\n" in received for name, value in connect.SECURITY_HEADERS.items())
+    assert all(f"{name}: {value}\r\n" in received for name, value in metrics_endpoint.HEADERS.items())
 
 
 @pytest.mark.parametrize(

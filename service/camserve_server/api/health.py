@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from camserve_server.scheduling.admission import address_of
+from camserve_server.core.sockets import address_of
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 HealthResponse: TypeAlias = health_pb2.HealthCheckResponse

@@ -16,9 +16,9 @@ from camserve_server.api import codec
 from camserve_server.api.statuses import STATUS, service_error_of, trailers_of
 from camserve_server.core import logs
 from camserve_server.core.errors import InvalidArgument, ServiceError, Unavailable
+from camserve_server.core.sockets import address_of
 from camserve_server.methods import METHODS
 from camserve_server.models.values import KnownModel
-from camserve_server.scheduling.admission import address_of
 from camserve_server.serving.explain import Pipeline
 from camserve_server.serving.replies import UntilSent
 from camserve_server.serving.repository import ModelChanges

@@ -16,19 +16,21 @@ from io import BufferedIOBase
 from socket import AF_INET, AF_INET6, SHUT_RDWR, socket
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
 
-from camserve import connect
 from camserve_server.api import tokens
 from camserve_server.api.hosts import Hosts
 from camserve_server.core import logs
 from camserve_server.core.config import Settings
 from camserve_server.core.errors import ConfigError, ServiceError, Unauthenticated
-from camserve_server.scheduling.admission import address_of
+from camserve_server.core.sockets import address_of
 from camserve_server.telemetry import ServerSnapshot, Telemetry, telemetry
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 log = logging.getLogger(__name__)
+
+HEADERS = {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
+"""Headers of every response. The supervisor serves metrics, too, and does not import gRPC, as the page's headers do."""
 clock = time.monotonic
 
 PATH = "/metrics"
@@ -309,7 +311,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
-        for name, value in connect.SECURITY_HEADERS.items():
+        for name, value in HEADERS.items():
             self.send_header(name, value)
         self.send_header("Connection", "close")  # the timeout is for the whole connection
         if code == 401:  # noqa: PLR2004 -- HTTP's own number

@@ -1,5 +1,7 @@
-"""TCP connections as the system knows them: whether the other side has received what was sent, and how to end one."""
+"""Connections: their other side, whether it has received what was sent, and how to end one."""
 
+import functools
+import ipaddress
 import os
 import socket
 from collections.abc import Collection, Iterator
@@ -24,6 +26,26 @@ def undelivered(ports: Collection[int], peers: Collection[int]) -> int:
     """
     queued = {inode for port, peer, sending, inode in _connections() if sending and port in ports and peer in peers}
     return len(queued & _own_sockets()) if queued else 0
+
+
+@functools.lru_cache(4096)  # every call asks for the address of its connection
+def address_of(peer: str) -> str:
+    """Return the address of a gRPC peer without its port; of an IPv6 address the /64 network.
+
+    A single caller usually has a whole /64 network of addresses.
+
+    Example:
+        >>> address_of("ipv4:10.1.2.3:4567"), address_of("unix:"), address_of("ipv6:%5B2001:db8:1:2:3:4:5:6%5D:4567")
+        ('10.1.2.3', 'unix:', '2001:db8:1:2::/64')
+    """
+    host = unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:  # a Unix socket, or another transport of gRPC
+        return peer if peer.startswith("unix") else host
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    return str(address.ipv4_mapped or ipaddress.ip_network(f"{address}/64", strict=False))
 
 
 def end_connection(peer: str) -> bool:

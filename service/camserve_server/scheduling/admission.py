@@ -16,14 +16,12 @@ go leaves a third of the memory, and another one after it a third of that: see `
 
 import asyncio
 import functools
-import ipaddress
 import itertools
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from urllib.parse import unquote
 
 from camserve_server.core.errors import ResourceExhausted
 from camserve_server.scheduling.policy import TurnOrder
@@ -112,26 +110,6 @@ class MemoryBudget:
             self._held[caller] -= size
             if not self._held[caller]:
                 del self._held[caller]
-
-
-@functools.lru_cache(4096)  # every call asks for the address of its connection
-def address_of(peer: str) -> str:
-    """Return the address of a gRPC peer without its port; of an IPv6 address the /64 network.
-
-    A single caller usually has a whole /64 network of addresses.
-
-    Example:
-        >>> address_of("ipv4:10.1.2.3:4567"), address_of("unix:"), address_of("ipv6:%5B2001:db8:1:2:3:4:5:6%5D:4567")
-        ('10.1.2.3', 'unix:', '2001:db8:1:2::/64')
-    """
-    host = unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:  # a Unix socket, or another transport of gRPC
-        return peer if peer.startswith("unix") else host
-    if isinstance(address, ipaddress.IPv4Address):
-        return str(address)
-    return str(address.ipv4_mapped or ipaddress.ip_network(f"{address}/64", strict=False))
 
 
 @dataclass(slots=True, eq=False)
