@@ -94,7 +94,7 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -
 
     console, listed = Console(), list(rows)
     if not console.is_terminal:
-        echo(aligned([headings, *(tuple(map(str, row)) for row in listed)], " "))
+        echo(aligned([headings, *(tuple(map(str, row)) for row in listed)], "  "))
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
