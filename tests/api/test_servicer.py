@@ -502,6 +502,12 @@ async def test_failed_request_of_a_stream_has_an_error_and_the_stream_continues(
 
 
 @pytest.mark.usefixtures("server")
+async def test_event_loop_has_one_task_that_accepts_calls_of_all_methods():
+    tasks = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]
+
+    assert [name for name in tasks if "_request" in name] == ["AioServer._request_call"]
+
+
 async def test_internal_errors_of_a_stream_are_logged_with_their_request_ids(server, logged):
     server.batcher._workers[0].run = raise_internal
     _ = [reply async for reply in server.stream([item("r1"), item("r2")])]

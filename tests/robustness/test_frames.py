@@ -14,7 +14,6 @@ from robustness.http2_flood import (
     ACKNOWLEDGED,
     DATA,
     END_OF_HEADERS,
-    END_OF_STREAM,
     GOAWAY,
     HEADERS,
     OPENINGS,
@@ -29,16 +28,6 @@ PRIORITY, WINDOW, CONTINUATION = 2, 8, 9
 PING_FRAME, PING_COUNT = frame(PING, 0, 0, bytes(8)), 20_000
 OPENED, BEGUN = (frame(HEADERS, flags, 1, OPENINGS[0]) for flags in (END_OF_HEADERS, 0))
 NUMBERS = range(1, 20_000, 2)
-NO_TEXT = b"\x83\x86" + b"".join(
-    http2_flood.plain(name, value)
-    for name, value in {
-        b":path": b"/\xff",
-        b":authority": b"x",
-        b"content-type": b"application/grpc",
-        b"te": b"trailers",
-    }.items()
-)
-"""Headers of a call; from grpcio 1.84 on they end the event loop's task that accepts calls."""
 
 
 @pytest.fixture
@@ -102,7 +91,6 @@ FLOODS = {
     "a number of HPACK that overflows": frame(HEADERS, END_OF_HEADERS, 1, b"\xff" * 10 + b"\x7f"),
     "a frame of 16 MB": (2**24 - 1).to_bytes(3, "big") + bytes((DATA, 0)) + bytes(4) + bytes(100_000),
     "frames of an unknown type": frame(99, 0, 0, bytes(8)) * 20_000,
-    "a path that is no text": frame(HEADERS, END_OF_HEADERS | END_OF_STREAM, 1, NO_TEXT),
 }
 
 

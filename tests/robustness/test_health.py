@@ -129,16 +129,26 @@ async def test_missing_service_is_unknown_until_it_exists(served):
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_checks_and_watches_need_no_token(tmp_path):
+async def test_list_returns_the_status_of_every_service(served):
+    _, _, stub = served
+    listed = await stub.List(health_pb2.HealthListRequest())
+
+    assert {name: reply.status for name, reply in listed.statuses.items()} == {"": NOT_SERVING, "liveness": SERVING}
+
+
+def test_list_and_watch_need_no_token(tmp_path):
     (tmp_path / "tokens").write_text("")
     with (
         serving(models=(nets.TINY,), device="cpu", threads=1, tokens_file=str(tmp_path / "tokens")) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
         stub = health_pb2_grpc.HealthStub(channel)
-        for service in ("", "liveness", "camserve.v1.ExplainService"):
-            assert stub.Check(request(service)).status == SERVING
-            assert next(iter(stub.Watch(request(service)))).status == SERVING
+        listed = stub.List(health_pb2.HealthListRequest()).statuses
+        watched_status = next(iter(stub.Watch(request()))).status
+
+    assert {reply.status for reply in listed.values()} == {SERVING}
+    assert {"", "liveness", "camserve.v1.ExplainService"} <= set(listed)
+    assert watched_status == SERVING
 
 
 def test_watches_do_not_use_up_the_memory_for_messages():

@@ -46,6 +46,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         return HealthResponse(status=self._statuses[request.service])
 
+    async def List(  # noqa: N802 -- the RPC's name
+        self, _request: health_pb2.HealthListRequest, _context: Context
+    ) -> health_pb2.HealthListResponse:
+        """Return the status of every service."""
+        return health_pb2.HealthListResponse(
+            statuses={name: HealthResponse(status=status) for name, status in self._statuses.items()}
+        )
+
     async def Watch(  # noqa: N802 -- the RPC's name
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> None:
