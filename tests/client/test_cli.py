@@ -729,9 +729,9 @@ def test_pipe_gets_all_rows_without_padding(capsys: pytest.CaptureFixture[str]) 
     terminal.print_table(("long", "last"), rows)
 
     heading, first, *others = capsys.readouterr().out.splitlines()
-    assert heading == f"{'long':200} last"
-    assert first == f"{'x' * 4000}… {'y' * 4000}…"
-    assert others == [f"{'a':200} b", f"{'猫':199} b"] * 5000  # 猫 is two columns wide
+    assert heading == f"{'long':200}  last"
+    assert first == f"{'x' * 4000}…  {'y' * 4000}…"
+    assert others == [f"{'a':200}  b", f"{'猫':199}  b"] * 5000  # 猫 is two columns wide
 
 
 class Ready:
