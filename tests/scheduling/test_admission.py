@@ -498,7 +498,7 @@ async def test_caller_holds_at_most_twice_what_it_leaves_free():
 
 @pytest.mark.parametrize("headroom", [False, True])
 async def test_caller_with_a_long_line_lets_others_have_their_turn(headroom):
-    """Each request takes all that one may have, so that whoever is next holds nothing."""
+    """Each request takes all that a caller may hold, so nobody holds anything when the next caller is chosen."""
     async with visiting(8, headroom=headroom) as visitors:
         slots = 4 if headroom else 8
         for _ in range(3):
