@@ -786,10 +786,13 @@ async def test_draining_stream_answers_accepted_requests_then_ends_unavailable(s
 
 
 async def test_draining_server_answers_accepted_calls_and_refuses_new_ones(server):
+    watch = server.health.Watch(health_pb2.HealthCheckRequest())
+    assert (await watch.read()).status == SERVING
     server.batcher.pause()
     accepted = [asyncio.ensure_future(server.explain(request())) for _ in range(5)]
     await wait_in_loop_until(lambda: server.batcher.admitted == 5)
     server.stop.requested.set()
+    assert (await watch.read()).status == NOT_SERVING
     late = await refusal_of(server.explain(request()))
     server.batcher.resume()
 

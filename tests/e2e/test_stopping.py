@@ -215,6 +215,24 @@ async def test_calls_that_arrived_while_the_server_was_descheduled_are_answered(
         assert stopping.done()
 
 
+async def test_call_refused_while_replies_are_delivered_is_not_lost():
+    """A reply is on its way at the first look, a call is refused at the second, a ping is answered after the third."""
+    state, deliveries = ServerState(1), [1, 0, 1]
+    with StoppedClock() as clock:
+        stopping = asyncio.ensure_future(grpc_server._wait_until_quiet(state, 60, lambda: deliveries.pop(0)))
+        await asyncio.sleep(0)
+        assert deliveries == [0, 1]
+        state.unsent = 1
+        clock.advance(1.01 * grpc_server.DELIVERY_CHECK_INTERVAL)
+        await asyncio.sleep(0)
+        state.unsent = 0
+        while not stopping.done():
+            clock.advance(1.01 * grpc_server.DRAIN_CHECK_INTERVAL)
+            await asyncio.sleep(0)
+
+    assert (await stopping, deliveries) == (0, [1])
+
+
 def test_server_that_stops_with_calls_unanswered_exits_with_1(tmp_path):
     drain = 1  # real timeout: it has to expire, as the model never answers
     with (

@@ -152,11 +152,10 @@ async def _wait_until_quiet(state: ServerState, seconds: float, undelivered: Cal
     """
     clock = asyncio.get_running_loop().time
     deadline = clock() + seconds
-    while state.unsent and clock() < deadline:  # noqa: ASYNC110 -- runs once; an event would cost time in every call
-        await asyncio.sleep(DRAIN_CHECK_INTERVAL)
-    while not state.unsent and undelivered() and clock() < deadline:  # noqa: ASYNC110 -- only the system knows
-        await asyncio.sleep(DELIVERY_CHECK_INTERVAL)
-    lost = state.unsent or undelivered()
+    # One look decides: a call that is refused meanwhile is unsent, and a ping is unacknowledged, for a moment.
+    # An event instead of looks would cost time in every call, and only the system knows what has arrived.
+    while (lost := state.unsent or undelivered()) and clock() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(DRAIN_CHECK_INTERVAL if state.unsent else DELIVERY_CHECK_INTERVAL)
     deadline = min(deadline, clock() + QUIET_TIMEOUT)
     quiet = 0
     while quiet < QUIET_CHECKS and clock() < deadline:
