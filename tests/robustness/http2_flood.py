@@ -40,7 +40,8 @@ def plain(name, value):
 
 
 def opening(rpc):
-    path = f"/{rpc}".encode()
+    """Return the headers of a call. Bytes that are no UTF-8 are written as `surrogateescape` decodes them."""
+    path = f"/{rpc}".encode(errors="surrogateescape")
     headers = ((b":path", path), (b":authority", b"x"), (b"content-type", b"application/grpc"), (b"te", b"trailers"))
     return b"\x83\x86" + b"".join(plain(*header) for header in headers)  # POST, http
 

@@ -11,7 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from camserve.v1 import evaluate_pb2, evaluate_pb2_grpc, explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_grpc
-from camserve_server.api import auth, connection_limits, oip, reflection
+from camserve_server.api import auth, connection_limits, oip, reflection, undecodable_paths
 from camserve_server.api.deserialization import DeserializationInterceptor, MessageLimits
 from camserve_server.api.health import HealthServicer
 from camserve_server.api.rpc import ServerState
@@ -197,6 +197,7 @@ class Border:
 def build(border: Border, health_servicer: HealthServicer, inference: oip.InferenceServicer) -> grpc.aio.Server:
     """Return a gRPC server with every service and the limits of the settings. It does not listen yet."""
     settings, state = border.settings, border.state
+    undecodable_paths.accept()
     server = grpc.aio.server(interceptors=_interceptors(border), options=_options(settings))
     # grpc.aio awaits calls of each registered method separately, and restarts all of these waits after each call. That
     # was an eighth of the event loop's time for a request. It awaits calls of unregistered methods in one task.
