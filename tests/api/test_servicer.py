@@ -866,6 +866,31 @@ async def test_reply_that_is_not_read_in_time_is_counted_as_lost(serving, caplog
         assert "stopping before every accepted call was answered" in caplog.text
 
 
+class CallContext:
+    """Context of a call that gRPC frees at its end, before the callbacks of that end run."""
+
+    def __init__(self):
+        self.freed, self.callbacks = False, []
+        self.time_remaining = self.invocation_metadata = lambda: None
+        self.set_trailing_metadata, self.add_done_callback = lambda _metadata: None, self.callbacks.append
+
+    def peer(self):
+        assert not self.freed, "grpcio ends the process here"
+        return "ipv4:127.0.0.1:4567"
+
+
+async def test_end_of_a_call_while_the_server_stops_asks_nothing_of_grpc():
+    state, context = rpc.ServerState(1), CallContext()
+    async with rpc.rpc_scope(state, context, "Explain"):
+        state.draining.set()
+    assert state.unsent == 1
+    context.freed = True
+    for callback in context.callbacks:
+        callback(context)
+
+    assert (state.unsent, state.drained) == (0, {4567})
+
+
 async def test_port_is_open_before_the_models_are_loaded_but_calls_are_refused(nets):
     stop = grpc_server.Stop()
     chosen = config.load(flags={**SETTINGS, "models": (nets.replace(":tiny", ":gated"),)}, environment={})

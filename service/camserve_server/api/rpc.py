@@ -121,10 +121,10 @@ class ServerState:
         finally:
             self.active -= 1
 
-    def count_sent(self, context: Context) -> None:
-        """Count a call as sent, of those that are unsent."""
+    def count_sent(self, peer: str) -> None:
+        """Count a call from this address as sent, of those that are unsent."""
         self.unsent -= 1
-        if self.draining.is_set() and (port := context.peer().rpartition(":")[2]).isdecimal():
+        if self.draining.is_set() and (port := peer.rpartition(":")[2]).isdecimal():
             self.drained.add(int(port))
 
 
@@ -222,9 +222,11 @@ async def rpc_scope(state: ServerState, context: Context, rpc: str) -> AsyncIter
     loop = asyncio.get_running_loop()
     began, remaining = loop.time(), cast("float | None", context.time_remaining())
     deadline = math.inf if remaining is None else began + remaining
+    # Asked now: when the callback runs, gRPC may have freed the call, and `peer` would end the process.
+    peer = context.peer()
     call = Call(_request_id(context), deadline, caller_of(context))
     state.unsent += 1
-    call.until_sent.callback(state.count_sent, context)
+    call.until_sent.callback(state.count_sent, peer)
     context.add_done_callback(lambda _context: call.until_sent.close())  # type: ignore[arg-type]  # accepts any callable
     logs.REQUEST_ID.set(call.request_id)
     call.begin(state, rpc, context)
