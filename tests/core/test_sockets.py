@@ -1,4 +1,4 @@
-"""Data of TCP connections that the other side has not received."""
+"""Data of TCP connections that the other side has not received, and connections that are ended."""
 
 import socket
 import sys
@@ -45,6 +45,20 @@ def test_connection_counts_until_its_data_has_arrived(pair):
     while sent:
         sent -= len(theirs.recv(2**20))
     wait_until(lambda: sockets.undelivered([port], [peer]) == 0)
+
+
+@pytest.mark.parametrize("escaped", [False, True])
+def test_connection_of_a_peer_ends_and_no_other(pair, escaped):
+    own, theirs = pair
+    host, port = own.getpeername()[:2]
+    kind, written = ("ipv6", f"%5B{host}%5D" if escaped else f"[{host}]") if ":" in host else ("ipv4", host)
+
+    assert not sockets.end_connection(f"{kind}:{written}:{own.getsockname()[1] + 1}")
+    assert not any(map(sockets.end_connection, ("", "unix:", "unix:/a/b", "ipv4:127.0.0.1")))
+    own.send(b"still open")
+    assert theirs.recv(100) == b"still open"
+    assert sockets.end_connection(f"{kind}:{written}:{port}")
+    assert theirs.recv(100) == b""
 
 
 def test_connections_of_other_processes_do_not_count(pair):

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import socket
 import threading
+from functools import partial
 
 import grpc
 import numpy as np
@@ -70,7 +71,13 @@ class Repeating:
     def close(self):
         self._ended = True
         self._thread.join()
-        self.connection.socket.close()
+        hang_up(self.connection.socket)
+
+
+def hang_up(connection):
+    with contextlib.suppress(OSError):  # the server has
+        connection.shutdown(socket.SHUT_RDWR)  # a thread that reads would keep a closed socket open
+    connection.close()
 
 
 def honest(served, source):
@@ -112,7 +119,7 @@ def send_all(connection, packed, count):
 
 def cancelled(served, source):
     connection = Connection(*served.address.split(":"), source=source)
-    connection.call(1000, cancel=True)
+    connection.call(250, cancel=True)  # all callers together: fewer than gRPC keeps, whatever the event loop does
     return connection.socket
 
 
@@ -187,7 +194,8 @@ def ask_beside(served, others, steps):
     request = explain_pb2.ExplainRequest(image=SMALL, rendering=DRAWN)
     with contextlib.ExitStack() as stack, grpc.insecure_channel(served.address) as channel:
         for number, kind in enumerate(others):
-            stack.callback(kind(served, f"127.0.0.{number + 2}").close)
+            caller = kind(served, f"127.0.0.{number + 2}")
+            stack.callback(caller.close if isinstance(caller, Repeating) else partial(hang_up, caller))
         explain = explain_pb2_grpc.ExplainServiceStub(channel).Explain
         for _ in range(REQUESTS):
             assert explain(request).explanations[0].overlay.data

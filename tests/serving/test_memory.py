@@ -215,6 +215,33 @@ def test_reply_does_not_wait_for_ever_for_others_to_be_read(served, stub, monkey
     leave(served, connection)
 
 
+def test_caller_that_does_not_read_loses_its_connection_when_others_wait(served, monkeypatch):
+    monkeypatch.setattr(served.pipeline.replies.limit, "_slots", 3 * REPLY)
+    connection = unread(served, 2, source="127.0.0.2")
+    wait_until(lambda: connection.statuses == 2)  # both replies are on their way
+    times = {"STALL_TIME": 0, "STALL_RATE": math.inf, "CHECK_INTERVAL": 0.01}  # real timeout: it expires, early or late
+    for name, value in times.items():
+        monkeypatch.setattr(replies, name, value)
+    with grpc.insecure_channel(served.address) as channel:
+        call = explaining(explain_pb2_grpc.ExplainServiceStub(channel), rendering=DRAWN)()
+
+        assert call.code() is grpc.StatusCode.OK
+    connection.listener.join()
+    connection.socket.close()
+    wait_until(lambda: served.pipeline.replies.limit.taken == 0)
+
+
+def test_reply_counts_as_unread_only_after_the_time_that_a_slow_caller_needs():
+    size = 4 * replies.STALL_RATE
+    slow = replies.UntilSent("ipv4:127.0.0.2:1")
+    slow.ready = 100.0
+    unsent = replies._Unsent(size, "slow", slow)
+
+    assert not unsent.is_stalled(100 + replies.STALL_TIME + 4)
+    assert unsent.is_stalled(100 + replies.STALL_TIME + 4.1)
+    assert not replies._Unsent(size, "drawing", replies.UntilSent()).is_stalled(1e9)
+
+
 def inference(count, channels=3):
     """Return a ModelInfer request of `count` images."""
     shape, image = (count, 32, 32, channels), bytes(32 * 32 * channels)

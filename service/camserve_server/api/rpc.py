@@ -5,7 +5,7 @@ import logging
 import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -20,6 +20,7 @@ from camserve_server.core.sockets import address_of
 from camserve_server.methods import METHODS
 from camserve_server.models.values import KnownModel
 from camserve_server.serving.explain import Pipeline
+from camserve_server.serving.replies import UntilSent
 from camserve_server.serving.repository import ModelChanges
 from camserve_server.telemetry import RequestTrace, Telemetry
 
@@ -136,7 +137,7 @@ class Call:
         request_id: id of the request, from the caller or generated.
         deadline: deadline on the event loop's clock.
         caller: name of the caller's token, or the caller's address.
-        until_sent: stack that releases the reply's memory; closed when the reply has been sent.
+        until_sent: context of the reply, which releases its memory; closed when the reply has been sent.
         fields: fields of the call's line in the log.
         telemetry: telemetry that counts the call; None if it is off.
         trace: trace of the call; None if telemetry is off.
@@ -146,7 +147,7 @@ class Call:
     request_id: str
     deadline: float
     caller: str
-    until_sent: ExitStack = field(default_factory=ExitStack)
+    until_sent: UntilSent = field(default_factory=UntilSent)
     fields: dict[str, object] = field(default_factory=dict)
     telemetry: Telemetry | None = None
     trace: RequestTrace | None = None
@@ -154,7 +155,8 @@ class Call:
 
     def item(self, request_id: str) -> "Call":
         """Return the call of one item of this stream."""
-        return Call(request_id, self.deadline, self.caller, stream_trace=self.trace)
+        until_sent = UntilSent(self.until_sent.peer)
+        return Call(request_id, self.deadline, self.caller, until_sent, stream_trace=self.trace)
 
     def bind(self, pipeline: Pipeline) -> Pipeline:
         """Return the pipeline for the requests of this call."""
@@ -206,7 +208,7 @@ class Call:
             began: time at which the call began.
             log_share: share of the successful calls that are logged.
         """
-        now = asyncio.get_running_loop().time()
+        now = self.until_sent.ready = asyncio.get_running_loop().time()
         if code is grpc.StatusCode.CANCELLED and now - began >= DEADLINE_TOLERANCE * (self.deadline - began):
             code = grpc.StatusCode.DEADLINE_EXCEEDED
         if log_share == 1 or code is not grpc.StatusCode.OK or random.random() < log_share:  # noqa: S311 -- no secret
@@ -222,11 +224,10 @@ async def rpc_scope(state: ServerState, context: Context, rpc: str) -> AsyncIter
     loop = asyncio.get_running_loop()
     began, remaining = loop.time(), cast("float | None", context.time_remaining())
     deadline = math.inf if remaining is None else began + remaining
-    # Asked now: when the callback runs, gRPC may have freed the call, and `peer` would end the process.
-    peer = context.peer()
-    call = Call(_request_id(context), deadline, caller_of(context))
+    # Asked now: when the callbacks run, gRPC may have freed the call, and `peer` would end the process.
+    call = Call(_request_id(context), deadline, caller_of(context), UntilSent(context.peer()))
     state.unsent += 1
-    call.until_sent.callback(state.count_sent, peer)
+    call.until_sent.callback(state.count_sent, call.until_sent.peer)
     context.add_done_callback(lambda _context: call.until_sent.close())  # type: ignore[arg-type]  # accepts any callable
     logs.REQUEST_ID.set(call.request_id)
     call.begin(state, rpc, context)

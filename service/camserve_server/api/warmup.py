@@ -7,7 +7,7 @@ caches, looks up the versions for receipts and initialises the JPEG codec: 25 ms
 import io
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -20,6 +20,7 @@ from camserve_server.engine.values import Row, RowResult
 from camserve_server.imaging.channels import RGB
 from camserve_server.imaging.opencv import cv2
 from camserve_server.models.values import ModelInfo, Pass
+from camserve_server.serving.replies import UntilSent
 from camserve_server.targets.values import ClassTarget
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ async def _explain(pipeline: "Pipeline", model: ModelInfo) -> None:
     rendering = explain_pb2.Rendering(overlay=explain_pb2.IMAGE_FORMAT_JPEG, heatmap=True)
     message = explain_pb2.ExplainRequest(model=model.name, image=_grey_photo(model.channels), rendering=rendering)
     request = codec.read_explanation(message, pipeline.models, pipeline.limits)
-    with ExitStack() as until_sent:
+    with UntilSent() as until_sent:
         reply = await pipeline.explain(request, until_sent, encode=partial(codec.explain_response, request))
         reply.SerializeToString()
 

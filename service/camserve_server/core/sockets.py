@@ -1,14 +1,16 @@
-"""Connections: the address of their other side, and whether it has received what was sent."""
+"""Connections: their other side, whether it has received what was sent, and how to end one."""
 
 import functools
 import ipaddress
+import socket
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import unquote
 
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 _FILES = Path("/proc/self/fd")
+_MAPPED = "::ffff:"  # prefix of an IPv4 address in a socket for IPv6
 _LOCAL, _REMOTE, _QUEUES, _INODE = 1, 2, 4, 9  # columns of the tables: proc(5)
 
 
@@ -43,6 +45,47 @@ def address_of(peer: str) -> str:
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)
     return str(address.ipv4_mapped or ipaddress.ip_network(f"{address}/64", strict=False))
+
+
+def end_connection(peer: str) -> bool:
+    """End this process's connection with another program; return whether there was one.
+
+    gRPC for Python cannot drop a reply that nobody reads. It does when its connection ends.
+
+    Args:
+        peer: address and port of the other program, as gRPC writes them, such as "ipv4:10.1.2.3:4567".
+    """
+    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+    ended = False
+    for file in _FILES.iterdir() if port.isdecimal() and _FILES.exists() else ():
+        with suppress(OSError), _borrowed(file) as connection:  # closed meanwhile, or not connected
+            if connection and _is_to(connection, host.strip("[]"), int(port)):
+                connection.shutdown(socket.SHUT_RDWR)
+                ended = True
+    return ended
+
+
+@contextmanager
+def _borrowed(file: Path) -> Iterator[socket.socket | None]:
+    """Yield this process's socket with a file descriptor, or None for another file.
+
+    It is no duplicate: while one is open, gRPC would still get events of a connection that it has closed and freed.
+    """
+    if not str(file.readlink()).startswith("socket:"):
+        yield None
+        return
+    connection = socket.socket(fileno=int(file.name))
+    try:
+        yield connection
+    finally:
+        connection.detach()
+
+
+def _is_to(connection: socket.socket, host: str, port: int) -> bool:
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    found = connection.getpeername()
+    return bool((found[0].removeprefix(_MAPPED), found[1]) == (host.removeprefix(_MAPPED), port))
 
 
 def _connections() -> Iterator[tuple[int, int, int, str]]:

@@ -11,7 +11,7 @@ its last request.
 Memory that is held until somebody else reads or sends has a further rule, which keeps room for callers yet to come: a
 caller may hold at most twice what it leaves free (A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for
 shared-memory packet switches", IEEE/ACM Transactions on Networking 6(2), 1998, section II). One caller that never lets
-go leaves a third of the memory, and another one after it a third of that.
+go leaves a third of the memory, and another one after it a third of that: see `serving.replies`.
 """
 
 import asyncio

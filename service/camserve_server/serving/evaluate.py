@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import TypeVar
 
@@ -11,6 +10,7 @@ from camserve_server.imaging import render
 from camserve_server.serving import memory
 from camserve_server.serving.explain import Pipeline
 from camserve_server.serving.photos import PreparedPhoto
+from camserve_server.serving.replies import UntilSent
 from camserve_server.serving.requests import EvaluateRequest
 from camserve_server.serving.results import ExplainResult
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 async def evaluate(
     pipeline: Pipeline,
     request: EvaluateRequest,
-    until_sent: ExitStack,
+    until_sent: UntilSent,
     *,
     encode: Callable[[ExplainResult], T],
     deadline: float = math.inf,

@@ -30,7 +30,7 @@ from camserve_server.scheduling.threads import in_thread
 from camserve_server.serving import memory
 from camserve_server.serving.drawing import draw_and_reply, estimate_reply, memory_to_draw
 from camserve_server.serving.photos import PreparedPhoto, memory_to_prepare, prepare_photo
-from camserve_server.serving.replies import Replies
+from camserve_server.serving.replies import Replies, UntilSent
 from camserve_server.serving.repository import ModelRepository
 from camserve_server.serving.requests import ExplainRequest
 from camserve_server.serving.results import ExplainResult, ModelPrediction, Timing
@@ -139,7 +139,7 @@ class Pipeline:
     async def explain(
         self,
         request: ExplainRequest,
-        until_sent: ExitStack,
+        until_sent: UntilSent,
         *,
         encode: Callable[[ExplainResult], T],
         deadline: float = math.inf,
@@ -314,7 +314,7 @@ class Pipeline:
             trace.stage("render", explained.times.computed, explained.times.clock())
         return reply
 
-    async def reserve_reply(self, size: int, until_sent: ExitStack) -> None:
+    async def reserve_reply(self, size: int, until_sent: UntilSent) -> None:
         """Reserve memory for a reply and its copies; wait until there is enough.
 
         Args:

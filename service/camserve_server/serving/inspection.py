@@ -7,7 +7,7 @@ result. No protocol is known here.
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +25,7 @@ from camserve_server.models.values import Kind, Pass
 from camserve_server.serving import channels, memory
 from camserve_server.serving.explain import Pipeline, submit_for
 from camserve_server.serving.photos import decoded, memory_of_photo
+from camserve_server.serving.replies import UntilSent
 from camserve_server.serving.requests import FeaturesRequest, InspectRequest
 from camserve_server.serving.results import FeaturesResult, InspectResult, ModelPrediction, Prediction, Timing
 from camserve_server.targets import anything, kind_of
@@ -110,7 +111,7 @@ async def inspect(pipeline: Pipeline, request: InspectRequest, *, deadline: floa
 
 
 async def features(
-    pipeline: Pipeline, request: FeaturesRequest, until_sent: ExitStack, *, deadline: float = math.inf
+    pipeline: Pipeline, request: FeaturesRequest, until_sent: UntilSent, *, deadline: float = math.inf
 ) -> FeaturesResult:
     """Return the highest-ranked channels of a layer for one image, or what the rank returns instead.
 
