@@ -5,8 +5,12 @@ import gzip
 import itertools
 import json
 import random
+import signal
+import socket
+import struct
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import ClassVar
 
 import h11
@@ -20,6 +24,7 @@ from camserve_server.api.http import forms, protocol
 from http_calls import EXPLAIN, JSON, LIST, STREAM, body_of, exchange, head, post, request, statuses
 from http_calls import connect as connect_to
 from robustness import mutations, nets
+from server_process import server_process
 from support import PHOTOS, serving, wait_until
 
 MIB = 2**20
@@ -388,6 +393,25 @@ def test_caller_that_hangs_up_at_any_moment_leaves_nothing(served, port):
     wait_until(lambda: served.do(lambda: served.pipeline.batcher.admitted) == 0)
 
     assert post(port, LIST, {}).status == 200
+
+
+def test_connection_that_was_reset_before_it_is_accepted_is_no_call():
+    """The server is suspended meanwhile, as on a busy machine."""
+    resets = struct.pack("ii", 1, 0)  # socket(7): SO_LINGER
+    folder = Path(__file__).parents[1]  # has the package of the model
+    with server_process((nets.TINY,), "--http-address", 0, forked=True, cwd=folder) as server:
+        assert request(server.http_port, "GET", "/health").status == 200
+        server.send_signal(signal.SIGSTOP)
+        for _ in range(5):
+            with connect_to(server.http_port) as connection:
+                connection.sendall(head(LIST, TYPE, "Content-Length: 2") + b"{}")
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, resets)
+        server.send_signal(signal.SIGCONT)
+        for _ in range(5):
+            assert post(server.http_port, LIST, {}).status == 200
+
+    assert server.log.count("ListModels") == 5
+    assert "Traceback" not in server.log
 
 
 def test_greedy_caller_causes_no_refusal_of_a_modest_one(tmp_path):

@@ -52,11 +52,14 @@ class Connection(H11Protocol):
     _unsent = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Start with the headers of the first request, or close the connection if too many are open."""
+        """Start with the headers of the first request, or close the connection if too many are open.
+
+        One that its caller has reset before it was accepted has no address any more.
+        """
         self.logger = log
         self.conn = _Parser(h11.SERVER, self.config.h11_max_incomplete_event_size or 0)
         super().connection_made(transport)
-        if len(self.connections) > self.max_connections:
+        if self.client is None or len(self.connections) > self.max_connections:
             transport.abort()
         else:
             self._close_after(HANDSHAKE_TIMEOUT)
