@@ -339,6 +339,13 @@ def test_pil_image_is_rotated_by_its_exif_orientation() -> None:
     assert 0x0112 not in sent.getexif()
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.longdouble, ">f4"])
+def test_floats_of_other_types_are_sent_as_float32(dtype: Any) -> None:
+    values = (np.arange(12).reshape(2, 2, 3) / 8).astype(dtype)
+
+    assert _codec.image_bytes(values) == _codec.image_bytes(values.astype(np.float32))
+
+
 @pytest.mark.parametrize(
     ("image", "words"),
     [
@@ -348,7 +355,7 @@ def test_pil_image_is_rotated_by_its_exif_orientation() -> None:
         (".", "Is a directory"),
         (3, "not int"),
         (None, "not NoneType"),
-        (np.zeros((2, 2, 3)), "not float64"),
+        (np.zeros((2, 2, 3), np.int64), "not int64"),
         (np.zeros((2, 2), np.int16), r"not int16 \(2, 2\)"),
         (np.zeros((1, 2, 2, 3), np.uint8), r"\[H, W, channels\], not uint8 \(1, 2, 2, 3\)"),
         (np.zeros((0, 2, 3), np.uint8), r"not uint8 \(0, 2, 3\)"),

@@ -117,8 +117,8 @@ def test_transform_shows_the_same_part_when_it_is_served(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "image",
-    [PHOTO, FLOATS / 255, Image.fromarray(PHOTO), Image.fromarray(PHOTO[:, :, 0].astype(np.int32))],
-    ids=["array", "floats", "PIL", "PIL I"],
+    [PHOTO, FLOATS / 255, PHOTO / 255, Image.fromarray(PHOTO), Image.fromarray(PHOTO[:, :, 0].astype(np.int32))],
+    ids=["array", "floats", "doubles", "PIL", "PIL I"],
 )
 def test_photo_has_the_same_maps_when_it_is_served(image):
     with both(plain(), Source(plain(), PREPROCESS), **OPTIONS) as (explainer, client):

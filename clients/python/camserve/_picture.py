@@ -211,9 +211,14 @@ def _whole_numbers(values: NDArray[np.int32]) -> NDArray[np.uint8 | np.uint16]:
 def from_array(array: NDArray[Any]) -> bytes:
     """Encode a uint8 [H, W, 3] array in RGB order as PNG, and any other array as an NPY file.
 
+    Values of float64, such as ``array / 255`` has them, and of float16 become float32.
+
     Raises:
-        InvalidArgument: The array is not uint8, uint16 or float32 [H, W] or [H, W, channels].
+        InvalidArgument: The array is not uint8, uint16 or floating point, [H, W] or [H, W, channels].
     """
+    if array.dtype.kind == "f":
+        with np.errstate(over="ignore"):  # an infinity is refused like others
+            array = array.astype(np.float32, copy=False)
     if array.dtype.name not in _TYPES or array.ndim not in (_GREY, _GREY + 1) or not array.size:
         types = f"{', '.join(_TYPES[:-1])} or {_TYPES[-1]}"
         raise _invalid(f"an array must be {types}, [H, W] or [H, W, channels], not {array.dtype} {array.shape}")

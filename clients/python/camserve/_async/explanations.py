@@ -42,8 +42,8 @@ class ExplanationCalls(StreamCalls):
 
         Args:
             image: A path, bytes of a JPEG, PNG, WebP, BMP, TIFF or NPY file, a PIL image, or an array: uint8
-                [H, W, 3] in RGB, or uint8, uint16 or float32 with the channels of the model, [H, W, C] or
-                [H, W] for one.
+                [H, W, 3] in RGB, or uint8, uint16 or floats with the channels of the model, [H, W, C] or
+                [H, W] for one. Floats are sent as float32.
             on_progress: Callback for the progress of a long method. Its arguments are the number of
                 rows (copies of the image through the model) computed so far, and the total.
             timeout: Timeout in seconds, instead of the client's. With ``on_progress``, the longest time in
