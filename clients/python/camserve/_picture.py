@@ -211,7 +211,7 @@ def _whole_numbers(values: NDArray[np.int32]) -> NDArray[np.uint8 | np.uint16]:
 def from_array(array: NDArray[Any]) -> bytes:
     """Encode a uint8 [H, W, 3] array in RGB order as PNG, and any other array as an NPY file.
 
-    Values of float64, such as ``array / 255`` has them, and of float16 become float32.
+    Other floats become float32, such as the float64 values of ``array / 255``.
 
     Raises:
         InvalidArgument: The array is not uint8, uint16 or floating point, [H, W] or [H, W, channels].

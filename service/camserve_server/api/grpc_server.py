@@ -152,8 +152,8 @@ async def _wait_until_quiet(state: ServerState, seconds: float, undelivered: Cal
     """
     clock = asyncio.get_running_loop().time
     deadline = clock() + seconds
-    # One look decides: a call that is refused meanwhile is unsent, and a ping is unacknowledged, for a moment.
-    # An event instead of looks would cost time in every call, and only the system knows what has arrived.
+    # The look that ends the loop decides. Another look could find a call that is being refused, or a ping on its way.
+    # It is polled: an event would cost time in every call, and only the system knows what has arrived.
     while (lost := state.unsent or undelivered()) and clock() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(DRAIN_CHECK_INTERVAL if state.unsent else DELIVERY_CHECK_INTERVAL)
     deadline = min(deadline, clock() + QUIET_TIMEOUT)
