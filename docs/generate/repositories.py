@@ -320,7 +320,7 @@ def row(entry: Entry, outcome: Outcome) -> str:
     options = ", ".join(f"`{name}={value}`" for name, value in entry.options.items()) or "–"
     options = f"({options})" if outcome.hint == OPTIONAL else options
     if outcome.refused:
-        reason = re.sub(r"\s+", " ", outcome.refused).replace("|", "\\|")
+        reason = re.sub(r"\s+", " ", re.sub(r" \[request \w+\]", "", outcome.refused)).replace("|", "\\|")
         return f"| {entry.name} | {options} | refused: {reason} |||"
     numbers = ["–" if each is None else f"{each:.0e}" for each in (outcome.cam, outcome.saliency)]
     layer = f"`{outcome.layer}`" if outcome.layer else "–"
