@@ -366,6 +366,19 @@ def test_curvature_of_shapleycam_passes_fused_attention():
     assert error_ratio(ours, plain, bent(model, "blocks.4", inputs(model, noise(0, 64)), 1)) <= 1
 
 
+def test_second_derivative_of_shapleycam_records_no_graph_of_its_own(smooth, monkeypatch):
+    recorded, differentiate = [], torch.autograd.grad
+
+    def record(*args, **options):
+        recorded.append(options["create_graph"])
+        return differentiate(*args, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", record)
+    found_on(smooth, noise(0, 16), "shapleycam", "conv")
+
+    assert list(dict.fromkeys(recorded)) == [True, False]  # `PlainAttention` passes each call through once more
+
+
 def test_smooth_grad_cam_plus_plus_without_noise_is_grad_cam_plus_plus(smooth):
     plain = found_on(smooth, noise(0, 16), "gradcam_plus_plus", "conv")
     calm = found_on(smooth, noise(0, 16), call("smoothgradcam_plus_plus", samples=3, noise=0.0), "conv")

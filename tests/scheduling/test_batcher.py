@@ -1107,6 +1107,7 @@ def layered(**sizes):
         ("saliency", (), 3),  # nearly all outputs of 16 layers of 16 KiB
         ("cam", ("layer1",), 2),
         ("bias", (), 1),
+        ("inspect", (), 1),
         ("curvature", ("layer1",), 1),
     ],
 )

@@ -6,7 +6,7 @@ more backward passes, each of which is a `BackwardPass`.
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -106,7 +106,8 @@ def run_curvature(model: LoadedModel, pass_: Pass, rows: Sequence[Row]) -> list[
     with torch.enable_grad(), PlainAttention(), capture_layers(modules) as captures:
         outputs = forward(model, make_inputs(model.info, unique.rows))
         for backward, scores in score_passes(outputs, unique, rows):
-            layers = [_differentiate_twice(model.info, captures, name, backward.at, scores) for name in pass_.layers]
+            # One layer after the other: the tensors of eight early layers take 75 MiB.
+            layers = (_differentiate_twice(model.info, captures, name, backward.at, scores) for name in pass_.layers)
             results |= _results([(backward, layers)], rows)
     return in_row_order(results)
 
@@ -148,24 +149,30 @@ def _bytes_of(passes: Sequence[_CapturedPass]) -> int:
     return sum(2 * layer.activations.nbytes for _, layers in passes for layer in layers)
 
 
-def _results(passes: Sequence[_CapturedPass], rows: Sequence[Row]) -> dict[int, RowResult]:
-    """Compute the maps of all rows of backward passes; return the results by row index."""
+def _results(
+    passes: Sequence[tuple[BackwardPass, Iterable[LayerTensors]]], rows: Sequence[Row]
+) -> dict[int, RowResult]:
+    """Compute the maps of all rows of backward passes, layer by layer; return the results by row index."""
     joined = join_passes([backward for backward, _ in passes])
-    layers = [_join_tensors(parts) for parts in zip(*(tensors for _, tensors in passes), strict=True)]
     pass_rows = [rows[index] for index in joined.rows]
-    computed = [_compute_maps(pass_rows, layer, joined.scores) for layer in layers]
     with_features = [position for position, row in enumerate(pass_rows) if row.features]
+    nonzeros, computed, activations = list[Tensor](), list[list[_MethodMaps]](), list[list[Tensor]]()
+    for parts in zip(*(tensors for _, tensors in passes), strict=True):
+        layer = _join_tensors(parts)
+        nonzeros.append(layer.nonzero)
+        computed.append(_compute_maps(pass_rows, layer, joined.scores))
+        activations.append([layer.activations[position] for position in with_features])
     pass_results, arrays = joined.fetch(
         [
-            *(layer.nonzero for layer in layers),
+            *nonzeros,
             *(maps.values for method_maps in computed for maps in method_maps),
-            *(layer.activations[position] for position in with_features for layer in layers),
+            *(each for layers in zip(*activations, strict=True) for each in layers),
         ]
     )
     remaining = iter(arrays)  # in the same order
-    nonzero = [next(remaining) for _ in layers]
+    nonzero = [next(remaining) for _ in nonzeros]
     maps_by_layer = [_maps_by_row(pass_rows, method_maps, remaining) for method_maps in computed]
-    features = {position: tuple(next(remaining) for _ in layers) for position in with_features}
+    features = {position: tuple(next(remaining) for _ in nonzeros) for position in with_features}
     return {
         index: pass_results.row_result(
             position,
@@ -210,8 +217,8 @@ def _differentiate_twice(
     """Return the tensors of a layer for some inputs, with the product H·A of each score's Hessian and activations."""
     capture, layout = _check_capture(info, captures, name)
     source = capture.source
-    gradient = _gradient(scores.sum(), source)
-    hessian_product = _gradient((gradient * capture.activation).sum(), source)
+    gradient = _gradient(scores.sum(), source, again=True)
+    hessian_product = _gradient((gradient * capture.activation).sum(), source, again=False)
     return LayerTensors(
         to_grid(capture.activation, layout)[at],
         to_grid(gradient.detach(), layout)[at],
@@ -219,8 +226,8 @@ def _differentiate_twice(
     )
 
 
-def _gradient(score: Tensor, source: Tensor) -> Tensor:
-    """Return a gradient that can be differentiated again; zero if the score does not depend on the source.
+def _gradient(score: Tensor, source: Tensor, *, again: bool) -> Tensor:
+    """Return a gradient, which can be differentiated `again`; zero if the score does not depend on the source.
 
     Raises:
         FailedPrecondition: torch has no second derivative of an operation after the source.
@@ -228,13 +235,13 @@ def _gradient(score: Tensor, source: Tensor) -> Tensor:
     if not score.requires_grad:
         return torch.zeros_like(source)
     try:
-        gradient = cast("Tensor | None", torch.autograd.grad(score, source, create_graph=True, allow_unused=True)[0])
+        (found,) = torch.autograd.grad(score, source, retain_graph=True, create_graph=again, allow_unused=True)
     except RuntimeError as error:
         # torch has no error class for this: "derivative for aten::... is not implemented".
         if "derivative for" not in str(error):
             raise
         raise FailedPrecondition(f"the model cannot be differentiated twice after this layer: {error}") from error
-    return torch.zeros_like(source) if gradient is None else gradient
+    return torch.zeros_like(source) if found is None else found
 
 
 def _check_capture(info: ModelInfo, captures: Mapping[str, Capture], name: str) -> tuple[Capture, Layout]:

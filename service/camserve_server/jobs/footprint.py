@@ -3,7 +3,7 @@
 The growth of the process on a CPU for each input, in MiB, measured / estimated:
 
 - efficientnet_lite0: forward 13 to 25 / 23; saliency 78 / 81; Grad-CAM on one early layer 104 / 92, on four layers for
-  16 targets 137 / 130; FullGrad 165 / 167; ShapleyCAM on the first layer 186 / 239.
+  16 targets 137 / 130; FullGrad 165 / 167; an inspection 153 / 161; ShapleyCAM on the first layer 186 / 239.
 - resnet50: forward 8 / 15; Grad-CAM on the first layer 93 / 112.
 
 In a pass that silences channels of a layer, an input is one edit of the layer's output. The modules before the layer
@@ -23,7 +23,7 @@ from camserve_server.models.values import Kind, ModelInfo, Pass
 FLOAT = 4  # bytes
 LIVE_OUTPUTS = 5  # outputs of the largest layer that a forward pass holds, with the gaps of the allocator
 KEPT = 0.85  # share of the outputs of all layers that is kept for a backward pass
-KEPT_WITH_BIASES = 1.75  # the same for a pass that also has the gradient at every bias
+KEPT_BY_KIND: Mapping[Kind, float] = {"bias": 1.75, "inspect": 1.75}  # the same for passes that look at every layer
 LAYER_COPIES = 8  # copies of the outputs of a pass's layers: feature maps, gradients, and intermediates of methods
 KEPT_FOR_CURVATURE = 2.5  # like KEPT, for a pass that differentiates twice
 
@@ -83,10 +83,10 @@ class Footprint:
     def _estimate(self, pass_: Pass) -> int:
         if pass_.kind in WITHOUT_GRAPH:
             return math.ceil(self.forward / self.edits_per_image(pass_))
-        # An inspection keeps no output of the layers that it measures. A pass over heads keeps no graph, but computes
-        # attention step by step, with matrices that no module returns.
+        # An inspection takes the same for one layer and for all: its graph is whole. A pass over heads keeps no graph,
+        # but computes attention step by step, with matrices that no module returns.
         if not pass_.layers or pass_.kind in ("inspect", "heads"):
-            return max(self.forward, round(self.layers * (KEPT_WITH_BIASES if pass_.kind == "bias" else KEPT)))
+            return max(self.forward, round(self.layers * KEPT_BY_KIND.get(pass_.kind, KEPT)))
         after = max(self.after.get(name, 0) for name in pass_.layers)
         kept = after * (KEPT_FOR_CURVATURE if pass_.kind == "curvature" else KEPT)
         return max(self.forward, round(kept)) + LAYER_COPIES * sum(self.outputs.get(name, 0) for name in pass_.layers)
