@@ -6,6 +6,7 @@ Each test runs in a process of its own, because the libraries change settings of
 import os
 
 import numpy as np
+import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +21,8 @@ from camserve_server.core.errors import ConfigError
 from camserve_server.models import Source
 from methods.tools import FACTOR, FLOOR, gap
 from models.test_as_written import OPTIONS, check_equal, maps, offered
+
+pytestmark = pytest.mark.slow
 
 ROW_BY_ROW = {"max_batch_rows": 1}
 """The rounding depends on the size of the batch, and this on when requests come."""
