@@ -62,6 +62,10 @@ HTTP_STATUS: Mapping[grpc.StatusCode, int] = {
 }
 """The HTTP status of each code, as the Connect protocol has it."""
 
+COMPACT: Mapping[str, Any] = {"ensure_ascii": False, "separators": (",", ":")}
+LONG_TEXT = 2**18
+"""The characters of a text, such as a picture, from which on the JSON of a message is made value by value."""
+
 JSON = "application/json"
 PROTO = "application/proto"
 NDJSON = "application/x-ndjson"
@@ -165,7 +169,20 @@ def from_tree(tree: object, message: M) -> M:
 
 
 def _dump(tree: Json) -> bytes:
-    return json.dumps(tree, ensure_ascii=False, separators=(",", ":")).encode()
+    if not _has_long_text(tree):
+        return json.dumps(tree, **COMPACT).encode()
+    # Value by value, so that other threads run in between: at once, 64 pictures of 0.5 MB hold the interpreter's lock
+    # for 0.25 s instead of 0.01.
+    return b"".join([part.encode() for part in json.JSONEncoder(**COMPACT).iterencode(tree)])
+
+
+def _has_long_text(tree: object) -> bool:
+    """Return whether a text in a tree is long. To ask for the size of its message would serialize that."""
+    if isinstance(tree, str):
+        return len(tree) > LONG_TEXT
+    if isinstance(tree, dict):
+        return any(map(_has_long_text, cast("Json", tree).values()))
+    return isinstance(tree, list) and any(map(_has_long_text, cast("list[object]", tree)))
 
 
 def _load(data: bytes) -> object:

@@ -6,7 +6,7 @@ more backward passes, each of which is a `BackwardPass`.
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -235,13 +235,14 @@ def _gradient(score: Tensor, source: Tensor, *, again: bool) -> Tensor:
     if not score.requires_grad:
         return torch.zeros_like(source)
     try:
-        (found,) = torch.autograd.grad(score, source, retain_graph=True, create_graph=again, allow_unused=True)
+        grads = torch.autograd.grad(score, source, retain_graph=True, create_graph=again, allow_unused=True)
     except RuntimeError as error:
         # torch has no error class for this: "derivative for aten::... is not implemented".
         if "derivative for" not in str(error):
             raise
         raise FailedPrecondition(f"the model cannot be differentiated twice after this layer: {error}") from error
-    return torch.zeros_like(source) if found is None else found
+    gradient = cast("Tensor | None", grads[0])
+    return torch.zeros_like(source) if gradient is None else gradient
 
 
 def _check_capture(info: ModelInfo, captures: Mapping[str, Capture], name: str) -> tuple[Capture, Layout]:

@@ -82,6 +82,18 @@ def test_json_reply_equals_the_grpc_reply_field_by_field(path, port, channel):
     assert expected.ListFields()
 
 
+def test_json_of_a_large_reply_is_made_value_by_value(monkeypatch):
+    reply = explain_pb2.ExplainResponse(request_id="π\n")
+    for byte in (b"\xff", b"\xfe"):
+        reply.explanations.add().overlay.data = byte * 2**20
+    monkeypatch.setattr(json, "dumps", None)  # which would hold the interpreter's lock for the whole reply
+    found = connect.to_json(reply)
+
+    assert json_format.Parse(found, explain_pb2.ExplainResponse()) == reply
+    assert "π".encode() in found
+    assert found.count(b"\n") + found.count(b" ") == 0
+
+
 def test_names_of_fields_may_be_in_snake_case(port):
     image = base64.b64encode(PHOTO).decode()
     camel, snake = (post(port, EXPLAIN, {"image": image, name: 3}) for name in ("maxPredictions", "max_predictions"))
