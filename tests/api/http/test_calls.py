@@ -86,8 +86,9 @@ def test_json_of_a_large_reply_is_made_value_by_value(monkeypatch):
     reply = explain_pb2.ExplainResponse(request_id="π\n")
     for byte in (b"\xff", b"\xfe"):
         reply.explanations.add().overlay.data = byte * 2**20
-    monkeypatch.setattr(json, "dumps", None)  # which would hold the interpreter's lock for the whole reply
-    found = connect.to_json(reply)
+    with monkeypatch.context() as patches:
+        patches.setattr(json, "dumps", None)  # which would hold the interpreter's lock for the whole reply
+        found = connect.to_json(reply)
 
     assert json_format.Parse(found, explain_pb2.ExplainResponse()) == reply
     assert "π".encode() in found
