@@ -14,16 +14,11 @@ pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
 
 from docs.generate import small_transformers
 
+pytestmark = pytest.mark.slow
+
 DETECTORS = ("detr", "rt_detr", "yolos")
 FAMILIES = ("rt_detr", "segformer", "mask2former")
 """One of each kind of output, for metrics and inspections: they ask no family for more than its scores."""
-QUICK = ("rt_detr", "segformer")
-"""A detector and a segmentation model, for tests whose code does not depend on the family."""
-
-
-def quick(families):
-    """Return parameters, of which those that are not in QUICK are slow."""
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in families]
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +56,12 @@ METHODS = (
     ("family", "methods"),
     [
         ("segformer", METHODS[1::2]),
-        *(
-            pytest.param(name, methods, marks=pytest.mark.slow)
-            for name, methods in (
-                ("rt_detr", METHODS),
-                ("segformer", METHODS[::2]),
-                ("detr", METHODS[1::2]),
-                ("yolos", METHODS),
-                ("mask2former", METHODS[::2]),
-                ("instances", METHODS[1::2]),
-            )
-        ),
+        ("rt_detr", METHODS),
+        ("segformer", METHODS[::2]),
+        ("detr", METHODS[1::2]),
+        ("yolos", METHODS),
+        ("mask2former", METHODS[::2]),
+        ("instances", METHODS[1::2]),
     ],
 )
 def test_methods_of_every_kind_explain_it_and_their_receipts_replay(family, methods, client):
@@ -85,7 +75,7 @@ def test_methods_of_every_kind_explain_it_and_their_receipts_replay(family, meth
         assert replay.same, (explanation.method, replay.differences)
 
 
-@pytest.mark.parametrize("family", quick(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_faithfulness_of_its_explanation_is_measured(family, client):
     evaluation = client.evaluate(
         PHOTOS["chelsea"], metrics=[("deletion", {"steps": 4}), ("insertion", {"steps": 4})], model=family
@@ -95,7 +85,7 @@ def test_faithfulness_of_its_explanation_is_measured(family, client):
     assert all(np.isfinite(reading.value) for reading in evaluation.readings)
 
 
-@pytest.mark.parametrize("family", quick(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_its_layers_and_features_are_inspected(family, client):
     inspection = client.inspect(PHOTOS["coffee"], model=family)
     assert any(layer.gradient and layer.gradient.norm > 0 for layer in inspection.layers)
@@ -105,7 +95,7 @@ def test_its_layers_and_features_are_inspected(family, client):
     assert all(np.isfinite(channel.gradient_weight) for channel in features.channels)
 
 
-@pytest.mark.parametrize("family", quick(["yolos", "segformer"]))
+@pytest.mark.parametrize("family", ["yolos", "segformer"])
 def test_its_components_and_concepts_are_drawn(family, client):
     components = client.features(PHOTOS["coffee"], model=family, rank="pca", fit=[PHOTOS["chelsea"]])
     concepts = client.features(PHOTOS["coffee"], model=family, rank="factors", top=2)
@@ -116,7 +106,7 @@ def test_its_components_and_concepts_are_drawn(family, client):
     assert not any(channel.nearest for channel in concepts.channels)
 
 
-@pytest.mark.parametrize("family", quick(["instances", *DETECTORS]))
+@pytest.mark.parametrize("family", ["instances", *DETECTORS])
 def test_object_is_named_by_its_class_and_box(family, client):
     predictions = client.explain(PHOTOS["chelsea"], model=family, max_predictions=100).predictions
     chosen = predictions[len(predictions) // 2]

@@ -20,7 +20,7 @@ from camserve_server.models.huggingface import heads
 from camserve_server.models.values import Pass
 from camserve_server.targets.values import RankTarget, SegmentTarget
 from methods.tools import call, error_ratio
-from models.lazy_folders import Folders, Servers, marked_except
+from models.lazy_folders import Folders, Servers
 from support import PHOTOS
 
 hf = pytest.importorskip("transformers", reason=needs.TRANSFORMERS)
@@ -29,6 +29,8 @@ from docs.generate import small_transformers  # noqa: E402 -- after the check fo
 from transformers.models.mask2former.modeling_mask2former import (  # noqa: E402
     Mask2FormerForUniversalSegmentationOutput,
 )
+
+pytestmark = pytest.mark.slow
 
 SIMILAR = ("mobilevit_v2", "mobilenet_v2", "upernet", "data2vec")
 """Families of the same code as others here. The script of the table of architectures explains them."""
@@ -91,7 +93,7 @@ def class_map_of_transformers(family, folder, pixels):
 PHOTO_OF = dict(zip(FAMILIES, itertools.cycle(["chelsea", "rocket"]), strict=False))
 
 
-@pytest.mark.parametrize("family", marked_except(pytest.mark.slow, ["segformer"], FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_class_of_each_pixel_is_that_of_transformers(family, folders, served):
     name = PHOTO_OF[family]
     expected = class_map_of_transformers(family, folders[family], photo(name))
@@ -110,10 +112,7 @@ def test_class_of_each_pixel_is_that_of_transformers(family, folders, served):
 
 @pytest.mark.parametrize(
     ("family", "against"),
-    [
-        pytest.param(family, against, marks=() if family in FAST else pytest.mark.slow)
-        for family, against in [*((family, None) for family in FAMILIES), ("segformer", 1), ("maskformer", 2)]
-    ],
+    [*((family, None) for family in FAMILIES), ("segformer", 1), ("maskformer", 2)],
 )
 def test_map_of_the_largest_class_equals_that_of_autograd(family, against, folders, loaded):
     model = loaded(family)
@@ -184,7 +183,6 @@ def test_objects_of_masks_are_those_of_transformers():
     np.testing.assert_allclose(sorted(ours), sorted(theirs), atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), [("mask2former", "chelsea"), ("maskformer", "rocket")])
 def test_instances_are_those_of_transformers_with_boxes_around_their_masks(family, name, folders, served):
     processor, output = output_of_transformers(family, folders[family], photo(name))
@@ -210,7 +208,7 @@ def test_instances_are_those_of_transformers_with_boxes_around_their_masks(famil
     assert result.explanations[0].overlay
 
 
-@pytest.mark.parametrize("family", marked_except(pytest.mark.slow, FAST, FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_region_and_class_name_a_segment_of_any_family(family, served):
     box = camserve.Box(100, 50, 220, 160)
     with camserve.Client(served(family)) as client:
@@ -222,7 +220,7 @@ def test_region_and_class_name_a_segment_of_any_family(family, served):
     assert not np.array_equal(whole.heatmap, part.heatmap)
 
 
-@pytest.mark.parametrize("family", marked_except(pytest.mark.slow, ["segformer"], FAST))
+@pytest.mark.parametrize("family", FAST)
 def test_contrast_names_both_classes_and_replays(family, served):
     with camserve.Client(served(family)) as client:
         predictions = client.explain(PHOTOS["chelsea"], model=family, max_predictions=5).predictions
