@@ -63,8 +63,9 @@ HTTP_STATUS: Mapping[grpc.StatusCode, int] = {
 """The HTTP status of each code, as the Connect protocol has it."""
 
 COMPACT: Mapping[str, Any] = {"ensure_ascii": False, "separators": (",", ":")}
-LONG_TEXT = 2**18
-"""The characters of a text, such as a picture, from which on the JSON of a message is made value by value."""
+"""Options of JSON without spaces."""
+LONG_TEXT = 2**14
+"""A message with a text of more characters, such as a picture, is encoded as JSON value by value."""
 
 JSON = "application/json"
 PROTO = "application/proto"
@@ -177,7 +178,7 @@ def _dump(tree: Json) -> bytes:
 
 
 def _has_long_text(tree: object) -> bool:
-    """Return whether a text in a tree is long. To ask for the size of its message would serialize that."""
+    """Return whether a tree has a long text. The size of the message is not used: `ByteSize` serializes all of it."""
     if isinstance(tree, str):
         return len(tree) > LONG_TEXT
     if isinstance(tree, dict):
