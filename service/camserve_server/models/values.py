@@ -1,9 +1,9 @@
 """Descriptions of models, layers and passes."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Literal, TypeAlias
 
@@ -186,7 +186,7 @@ class TextHead:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which leave no room for a property that is kept
 class ModelInfo:
     """The description of a loaded model, without the model itself.
 
@@ -256,6 +256,14 @@ class ModelInfo:
         """The identifier of the model in rows, different for each version."""
         return f"{self.name}@{self.version}" if self.version else self.name
 
+    @cached_property  # folding 1,000 texts takes some milliseconds, and a request may name 144 of them
+    def classes_by_label(self) -> Mapping[str, Sequence[int]]:
+        """The classes of each label, by `fold_label`."""
+        classes: dict[str, list[int]] = {}
+        for index, label in enumerate(self.labels):
+            classes.setdefault(fold_label(label), []).append(index)
+        return classes
+
     @property
     def default_layers(self) -> tuple[str, ...]:
         """The default layer, or none if no layer can be explained."""
@@ -304,6 +312,11 @@ class ModelInfo:
         largest_after = reversed(list(accumulate(reversed(inner), max)))
         largest, by_layer = max(inner, default=0), zip(self.layers.items(), largest_after, strict=True)
         return {name: max(1, largest // max(1, math.prod(layer.shape), after)) for (name, layer), after in by_layer}
+
+
+def fold_label(label: str) -> str:
+    """Return a label as labels are compared: without regard to case, outer spaces, and underscores for spaces."""
+    return label.replace("_", " ").strip().casefold()
 
 
 @lru_cache(32)

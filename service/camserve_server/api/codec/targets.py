@@ -1,6 +1,5 @@
 """Codec of the targets of a request, which must fit the model's task."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from camserve_server.core.errors import FailedPrecondition, InvalidArgument, Not
 from camserve_server.core.limits import Limits
 from camserve_server.imaging.values import Box
 from camserve_server.models.text import fault_of, faults
-from camserve_server.models.values import ModelInfo, Task
+from camserve_server.models.values import ModelInfo, Task, fold_label
 from camserve_server.targets.values import (
     ClassTarget,
     ContrastTarget,
@@ -247,7 +246,7 @@ def read_class(name: explain_pb2.Target | explain_pb2.ClassName, model: ModelInf
 def _find_label(label: str, model: ModelInfo, field: str) -> int:
     if not model.labels:
         raise NotFound(f"{model.name} has no labels: use the index of the class", field=field)
-    matches = _classes_by_label(model.labels).get(_fold(label), ())
+    matches = model.classes_by_label.get(fold_label(label), ())
     if not matches:
         # A search in a thousand texts would hold up the event loop, and the caller of such a model has its texts.
         hint = "" if model.text else did_you_mean(label.replace("_", " "), model.labels)
@@ -256,16 +255,3 @@ def _find_label(label: str, model: ModelInfo, field: str) -> int:
         classes = " and ".join(map(str, matches[:MAX_LISTED]))
         raise InvalidArgument(f'"{shorten(label)}" is the label of classes {classes}: use the index', field=field)
     return matches[0]
-
-
-@functools.lru_cache(maxsize=4)  # folding 1,000 texts takes some milliseconds, and a request may name 144 of them
-def _classes_by_label(labels: tuple[str, ...]) -> Mapping[str, Sequence[int]]:
-    """Return the classes of each label, as it is compared."""
-    classes: dict[str, list[int]] = {}
-    for index, label in enumerate(labels):
-        classes.setdefault(_fold(label), []).append(index)
-    return classes
-
-
-def _fold(label: str) -> str:
-    return label.replace("_", " ").strip().casefold()
