@@ -284,7 +284,8 @@ def output_of(model: nn.Module, layer: str, images: Tensor) -> Tensor:
     outputs: list[Tensor] = []
 
     def forward_hook(_layer: nn.Module, _args: Any, output: Any) -> None:
-        outputs.extend(part.clone() for part in pytree.tree_leaves(output)[:1])
+        tensors = [part for part in pytree.tree_leaves(output) if isinstance(part, Tensor)]
+        outputs.extend(tensor.clone() for tensor in tensors[:1])
 
     with model.get_submodule(layer).register_forward_hook(forward_hook):
         model(images.clone())

@@ -56,9 +56,16 @@ def differs(alone: Tensor | None, together: Tensor | None, share: float = SUSPIC
     if alone.shape[:1] != (1,) or not len(together) or alone.shape[1:] != together.shape[1:]:
         return False  # no batch axis, such as windows, or other objects
     row = together[PLAIN if len(together) > PLAIN else 0]
-    difference, largest = (row - alone[0]).abs(), alone.abs()
-    greatest = difference.nan_to_num(0, 0, 0).max() if difference.numel() else 0.0
-    return bool(greatest > share * largest.nan_to_num(0, 0, 0).max())
+    return bool(_largest(row - alone[0]) > share * _largest(alone))
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Return the largest magnitude of the finite values; 0 without any."""
+    if not values.numel():
+        return torch.tensor(0.0)
+    least, greatest = torch.aminmax(values)  # a third of the time of the last line
+    largest = torch.maximum(-least, greatest)
+    return largest if largest.isfinite() else values.abs().nan_to_num(0, 0, 0).max()
 
 
 def confirm(model: nn.Module, image: Tensor) -> Dependence:

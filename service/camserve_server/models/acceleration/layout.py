@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from camserve_server.models.hooks import capture_layers
 from camserve_server.models.values import ModelInfo
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 TIMED_ROWS = 8
 """Size of the timed batch, if the size of the largest batch is not known."""
@@ -83,21 +85,27 @@ class _FindGroupNorm(TorchFunctionMode):
 _GROUP_NORMS = (nn.functional.group_norm, torch.group_norm, torch.native_group_norm)
 
 
-def can_be_channels_last(module: nn.Module, info: ModelInfo) -> bool:
-    """Return whether a model runs on images that are channels last, and as precisely as on contiguous ones.
+def run_channels_last(info: ModelInfo, run: Callable[[Tensor], Result]) -> Result | None:
+    """Run a model on an image that is channels last.
 
-    One with `x.view(len(x), -1)` does not run. One with group norms is not precise on a CPU.
+    Args:
+        info: its description.
+        run: runs it on an image [1,C,H,W].
+
+    Returns:
+        What `run` returns. None if the model does not run on such images, as one with `x.view(len(x), -1)`, or if it
+        is less precise on them than on contiguous ones, as one with group norms is on a CPU.
     """
     try:
         with torch.no_grad(), _FindGroupNorm() as mode:
-            module(noise_images(info, 1))
+            result = run(noise_images(info, 1))
     except Exception as error:  # noqa: BLE001 -- a user's module may raise anything; it has run on a contiguous image
         log.info("model %s runs contiguous: not channels_last (%s)", info.name, error)
-        return False
+        return None
     if mode.found and device_for(info.device).is_cpu:
         log.info("model %s runs contiguous: its group norms would be less precise channels_last", info.name)
-        return False
-    return True
+        return None
+    return result
 
 
 def is_channels_last_faster(

@@ -1,9 +1,9 @@
 """Plan and build the accelerated copy of a model, and compare it with the loaded module."""
 
-import functools
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,17 +102,22 @@ def accelerate(module: nn.Module, info: ModelInfo, options: AccelerationOptions)
     if not options.enabled:
         log.info("model %s runs without acceleration (accelerate=false)", info.name)
         return Acceleration(None, channels_last=False)
-    acceleration, possible = None, layout.can_be_channels_last(module, info)
     one_size = not isinstance(info.preprocess.resize, KeepAspect)  # the copy's kernels are chosen for one size
     runs_once = all(info.layers[name].calls == 1 for name in info.default_layers)
     is_known = info.differentiable and info.default_layer and info.precision != "float64" and not info.is_opaque
+    acceleration = None
     if info.task != "detect" and one_size and runs_once and is_known:
+        recorded = layout.run_channels_last(info, partial(record_usage, module, info.default_layer))
+        possible = recorded is not None
         try:
-            acceleration = _accelerate(module, info, options, channels_last=possible)
+            acceleration = _accelerate(module, info, options, recorded)
         except Exception as error:  # noqa: BLE001 -- a user's model may raise anything; it can run without the copy
             _log_refusal(info, f"{type(error).__name__}: {error}")
-    elif options.compile:
-        _log_refusal(info, "it detects objects, its inputs vary in size, or it calls its default layer more than once")
+    else:
+        possible = layout.run_channels_last(info, module) is not None
+        if options.compile:
+            words = "it detects objects, its inputs vary in size, or it calls its default layer more than once"
+            _log_refusal(info, words)
     if acceleration:
         return acceleration
     return Acceleration(None, possible and layout.is_channels_last_faster(module, info, rows=options.rows))
@@ -124,12 +129,23 @@ def _log_refusal(info: ModelInfo, reason: str) -> None:
 
 
 def _accelerate(
-    module: nn.Module, info: ModelInfo, options: AccelerationOptions, *, channels_last: bool
+    module: nn.Module, info: ModelInfo, options: AccelerationOptions, recorded: tuple[Usage, Tensor] | None
 ) -> Acceleration | None:
+    """Make the accelerated copy; None if it would not be faster.
+
+    Args:
+        module: the model.
+        info: its description.
+        options: the settings.
+        recorded: its usage and the output of its default layer for an image that is channels last; None if its images
+            have to be contiguous.
+    """
     dtype: torch.dtype = getattr(torch, info.precision)
+    channels_last = recorded is not None
     image = layout.noise_images(info, 1, channels_last=channels_last)
     with torch.no_grad():
-        plan = _plan(module, info, image, dtype)
+        usage, expected = recorded or record_usage(module, info.default_layer, image)
+        plan = _plan(module, info, image, dtype, usage)
         if dtype == torch.float32 and not (plan.has_work or options.compile):
             return None
         copied = _build(module, info, plan, dtype)
@@ -138,7 +154,7 @@ def _accelerate(
 
         def error() -> str:
             output = output_of(copied, info.default_layer, image.to(dtype))
-            return output_error(output, plan.expected, TOLERANCE[dtype])
+            return output_error(output, expected, TOLERANCE[dtype])
 
         if reason := error():
             _log_refusal(info, reason)
@@ -162,7 +178,6 @@ class _Plan:
 
     Attributes:
         usage: the recorded usage of its tensors.
-        expected: the output of the plain module's default layer for the image of the trial.
         pairs: the batch norms that can be folded.
         sites: the modules that can call oneDNN.
         attentions: the attentions after the layer that can be replaced.
@@ -171,7 +186,6 @@ class _Plan:
     """
 
     usage: Usage
-    expected: Tensor
     pairs: list[FoldablePair]
     sites: list[PatchSite]
     attentions: list[str]
@@ -184,13 +198,11 @@ class _Plan:
         return bool(self.pairs or self.sites or self.attentions or self.prefix_modules)
 
 
-def _plan(module: nn.Module, info: ModelInfo, image: Tensor, dtype: torch.dtype) -> _Plan:
-    usage, expected = record_usage(module, info.default_layer, image)
+def _plan(module: nn.Module, info: ModelInfo, image: Tensor, dtype: torch.dtype, usage: Usage) -> _Plan:
     pairs = find_foldable(module, usage)
     attentions = find_attentions(module, usage)
     return _Plan(
         usage=usage,
-        expected=expected,
         pairs=pairs,
         sites=onednn.find_sites(module, usage, dict(pairs)) if onednn.is_supported(info.device, dtype) else [],
         attentions=attentions,
@@ -205,16 +217,16 @@ def _build(module: nn.Module, info: ModelInfo, plan: _Plan, dtype: torch.dtype) 
     copied = copy_model(module, plan.usage, plan.pairs, (*plan.attentions, *plan.token_linears) if half else (), dtype)
     for name in plan.attentions:
         attention: Any = copied.get_submodule(name)
-        attention.forward = functools.partial(
+        attention.forward = partial(
             attend, attention, attention.forward, prefix=plan.prefix_modules.get(name)
         )
     for name in plan.token_linears:
         linear: Any = copied.get_submodule(name)
-        linear.forward = functools.partial(linear_in_weight_dtype, linear, linear.forward)
+        linear.forward = partial(linear_in_weight_dtype, linear, linear.forward)
     for name, prefix in plan.prefix_modules.items():
         if name not in plan.attentions:
             child: Any = copied.get_submodule(name)
-            child.forward = functools.partial(forward_prefix, child.forward, prefix)
+            child.forward = partial(forward_prefix, child.forward, prefix)
     if half:
         copied.get_submodule(info.default_layer).register_forward_hook(return_float32)
     return copied
