@@ -45,7 +45,7 @@ def comparable(value):
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if type(value) in replies.CLASSES:
-        return type(value).__name__, [comparable(getattr(value, name)) for name in value.__slots__]
+        return type(value).__name__, [comparable(getattr(value, each.name)) for each in dataclasses.fields(value)]
     if isinstance(value, tuple):
         return [comparable(item) for item in value]
     return {key: comparable(item) for key, item in value.items()} if isinstance(value, dict) else repr(value)

@@ -217,9 +217,7 @@ def _build(module: nn.Module, info: ModelInfo, plan: _Plan, dtype: torch.dtype) 
     copied = copy_model(module, plan.usage, plan.pairs, (*plan.attentions, *plan.token_linears) if half else (), dtype)
     for name in plan.attentions:
         attention: Any = copied.get_submodule(name)
-        attention.forward = partial(
-            attend, attention, attention.forward, prefix=plan.prefix_modules.get(name)
-        )
+        attention.forward = partial(attend, attention, attention.forward, prefix=plan.prefix_modules.get(name))
     for name in plan.token_linears:
         linear: Any = copied.get_submodule(name)
         linear.forward = partial(linear_in_weight_dtype, linear, linear.forward)
