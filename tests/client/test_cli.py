@@ -123,7 +123,7 @@ def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: 
     ]
     saved = np.load(tmp_path / "out" / "cat.gradcam.features.class_1.npy")
     np.testing.assert_array_equal(saved, [[0, 1], [2, 3]])
-    question = camserve._codec.ExplainRequestBuilder(
+    question = camserve._codec.explain_request(
         model="tiny",
         methods=[
             camserve.Method("gradcam", augmentation_smoothing=True, per_channel=True),
@@ -146,7 +146,7 @@ def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: 
         fade=True,
         regions=camserve.RegionOptions(mass=0.5, max_regions=2, draw=True, masks=True),
     )
-    expected = camserve._codec.with_image(question.request(), b"\xff\xd8\xff\x01")
+    expected = camserve._codec.with_image(question, b"\xff\xd8\xff\x01")
     expected.progress = True
     assert requests == [expected]
 

@@ -27,7 +27,7 @@ def predicted(**options: Any) -> camserve.Prediction:
 
 def asked(**options: Any) -> dict[str, Any]:
     """Convert a request to JSON with the field names of the proto."""
-    request = _codec.ExplainRequestBuilder(**options).request()
+    request = _codec.explain_request(**options)
     return json_format.MessageToDict(request, preserving_proto_field_name=True)
 
 
@@ -141,7 +141,7 @@ def test_options_of_pictures_have_short_and_full_forms(options: Any, expected: A
 def test_typed_options_are_complete() -> None:
     typed = camserve.ExplainOptions.__annotations__
 
-    assert list(typed) == list(_codec.ExplainRequestBuilder.__dataclass_fields__)
+    assert list(typed) == list(_codec.ExplainArguments.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
@@ -454,14 +454,14 @@ def test_box_of_a_prediction_is_decoded() -> None:
     ],
 )
 def test_resolved_target_can_be_requested_again(target: Any) -> None:
-    (sent,) = _codec.ExplainRequestBuilder(targets=target).request().targets
+    (sent,) = _codec.explain_request(targets=target).targets
 
     assert explanation(resolved_target=sent).resolved == target
 
 
 def test_old_server_similarity_and_mask_give_no_resolved_target() -> None:
-    (sent,) = _codec.ExplainRequestBuilder(targets=camserve.similarity(b"photo")).request().targets
-    (masked,) = _codec.ExplainRequestBuilder(targets=camserve.mask(1, b"mask")).request().targets
+    (sent,) = _codec.explain_request(targets=camserve.similarity(b"photo")).targets
+    (masked,) = _codec.explain_request(targets=camserve.mask(1, b"mask")).targets
     masked.segment.mask = b""  # as in responses
 
     assert explanation().resolved is None
@@ -471,7 +471,7 @@ def test_old_server_similarity_and_mask_give_no_resolved_target() -> None:
 
 @pytest.mark.parametrize("mask", [np.eye(5, dtype=bool), np.eye(5, dtype=np.uint8) * 3, Image.fromarray(np.eye(5) > 0)])
 def test_mask_is_sent_as_a_png_of_one_bit(mask: Any) -> None:
-    (sent,) = _codec.ExplainRequestBuilder(targets=camserve.mask(1, mask)).request().targets
+    (sent,) = _codec.explain_request(targets=camserve.mask(1, mask)).targets
     image = Image.open(io.BytesIO(sent.segment.mask))
 
     assert (image.format, image.mode) == ("PNG", "1")
@@ -514,7 +514,7 @@ def test_smoothing_and_fusion_of_a_map_are_decoded() -> None:
 def test_channels_that_are_no_indices_are_refused(channels: Any) -> None:
     method = camserve.Method("saliency", per_channel=channels)
     with pytest.raises(camserve.InvalidArgument, match="must be a list of indices") as caught:
-        _codec.ExplainRequestBuilder(methods=method).request()
+        _codec.explain_request(methods=method)
 
     assert list(caught.value.fields) == ["methods.per_channel"]
 
@@ -563,11 +563,11 @@ def test_missing_box_means_the_whole_photo_was_visible() -> None:
 )
 def test_option_of_a_wrong_type_raises_invalid_argument(option):
     with pytest.raises(camserve.InvalidArgument):
-        _codec.ExplainRequestBuilder(**option).request()
+        _codec.explain_request(**option)
 
 
 def test_without_methods_the_server_chooses():
-    assert list(_codec.ExplainRequestBuilder(methods=()).request().methods) == []
+    assert list(_codec.explain_request(methods=()).methods) == []
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])

@@ -82,7 +82,7 @@ def test_value_of_a_wrong_type_is_refused_before_it_is_sent(make: Any, words: st
 
 
 def request(interventions: Any) -> Any:
-    return _codec.ExplainRequestBuilder(interventions=interventions).request()
+    return _codec.explain_request(interventions=interventions)
 
 
 def test_result_has_the_predictions_of_both_models_and_the_receipt() -> None:

@@ -12,6 +12,7 @@
 ``AsyncClient`` has the same methods as coroutines.
 """
 
+from camserve import _show
 from camserve._access import AccessOptions
 from camserve._async.client import AsyncClient
 from camserve._codec import ExplainOptions, ImageItem, ImageLike, ImageWithOptions, MethodLike

@@ -52,7 +52,7 @@ _MAX_PHOTO_SIDE = 1 << 20  # pixels
 _PICTURE_START = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF.{4}WEBP", re.DOTALL)
 _MAX_TEXTS, _MAX_INTERVENTIONS = 1000, 16  # of a request
 _LAYER_SEPARATOR = " + "  # joins the names of fused layers
-_MAX_PREDICTIONS = 1000
+MAX_PREDICTIONS = 1000
 _RGB = 3  # channels
 
 
@@ -187,8 +187,8 @@ ImageItem: TypeAlias = "ImageLike | ImageWithOptions"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExplainRequestBuilder:
-    """Builder of explain requests: the fields of ``ExplainOptions`` with their defaults."""
+class ExplainArguments:
+    """The fields of ``ExplainOptions`` with their defaults."""
 
     model: str | None = None
     methods: MethodLike | Sequence[MethodLike] = ("gradcam",)
@@ -221,37 +221,44 @@ class ExplainRequestBuilder:
     window: tuple[float, float] | None = None
     interventions: Sequence[Intervention] = ()
 
-    def request(self) -> explain_pb2.ExplainRequest:
-        """Return the request without its image.
 
-        Raises:
-            InvalidArgument: An option is out of range or has the wrong type.
-        """
-        try:
-            check_range("top_k", self.top_k, 1, 16)
-            check_range("max_predictions", self.max_predictions, 0, _MAX_PREDICTIONS)
-            return self._encode()
-        except (TypeError, ValueError, AttributeError) as error:
-            raise InvalidArgument(f"an option has the wrong type: {error}") from error
+def explain_request(**options: Any) -> explain_pb2.ExplainRequest:
+    """Return a request without its image.
 
-    def _encode(self) -> explain_pb2.ExplainRequest:
-        return explain_pb2.ExplainRequest(
-            model=self.model or "",
-            methods=[_encode_method(method) for method in _methods_as_sequence(self.methods)],
-            targets=[
-                _targets.encode(target, f"targets[{index}]", image_bytes)
-                for index, target in enumerate(_targets.as_iterable(self.targets))
-            ],
-            top_k=self.top_k,
-            layers=[self.layers] if isinstance(self.layers, str) else self.layers or (),
-            rendering=_rendering.encode(self),
-            max_predictions=self.max_predictions,
-            fusion=look_up(_FUSIONS, self.fusion, "fusion"),
-            class_map=self.class_map,
-            texts=texts_of(self.texts),
-            value_range=range_of(self.value_range),
-            interventions=_interventions.encode(self.interventions),
-        )
+    Args:
+        **options: The options: see ``ExplainOptions``.
+
+    Raises:
+        InvalidArgument: An option is out of range or has the wrong type.
+        TypeError: There is no such option.
+    """
+    arguments = ExplainArguments(**options)
+    try:
+        check_range("top_k", arguments.top_k, 1, 16)
+        check_range("max_predictions", arguments.max_predictions, 0, MAX_PREDICTIONS)
+        return _encode(arguments)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidArgument(f"an option has the wrong type: {error}") from error
+
+
+def _encode(options: ExplainArguments) -> explain_pb2.ExplainRequest:
+    return explain_pb2.ExplainRequest(
+        model=options.model or "",
+        methods=[_encode_method(method) for method in _methods_as_sequence(options.methods)],
+        targets=[
+            _targets.encode(target, f"targets[{index}]", image_bytes)
+            for index, target in enumerate(_targets.as_iterable(options.targets))
+        ],
+        top_k=options.top_k,
+        layers=[options.layers] if isinstance(options.layers, str) else options.layers or (),
+        rendering=_rendering.encode(options),
+        max_predictions=options.max_predictions,
+        fusion=look_up(_FUSIONS, options.fusion, "fusion"),
+        class_map=options.class_map,
+        texts=texts_of(options.texts),
+        value_range=range_of(options.value_range),
+        interventions=_interventions.encode(options.interventions),
+    )
 
 
 def range_of(values: tuple[float, float] | None) -> explain_pb2.ValueRange | None:
@@ -396,7 +403,7 @@ def result(response: explain_pb2.ExplainResponse, targets: Sequence[explain_pb2.
         Internal: The response is invalid, such as a raw map without the declared number of values.
     """
     predictions = max(len(response.predictions), len(response.unchanged_predictions))
-    if len(response.explanations) > _MAX_EXPLANATIONS or predictions > _MAX_PREDICTIONS:
+    if len(response.explanations) > _MAX_EXPLANATIONS or predictions > MAX_PREDICTIONS:
         raise Internal("the server sent more explanations or predictions than a request can ask for")
     photo = _decode_photo(response.photo)
     timing = response.timing
@@ -508,7 +515,7 @@ def _decode_own_receipt(message: explain_pb2.Explanation) -> dict[str, Any]:
         "eigen_smoothing": message.eigen_smoothing,
         "input_channel": message.input_channel if message.HasField("input_channel") else None,
         "layers": tuple(message.layer.split(_LAYER_SEPARATOR)) if message.layer else (),
-        "fusion": _FUSION_NAMES.get(message.fusion),
+        "fusion": fusion_name(message.fusion),
         "score": message.score,
         "verdict": _decode_verdict(message.verdict),
         "heatmap": _decode_heatmap(message.heatmap) if message.HasField("heatmap") else None,
@@ -539,7 +546,7 @@ def _decode_explanation(message: explain_pb2.Explanation, photo: Photo, receipt:
         completeness_error=message.completeness_error if message.HasField("completeness_error") else None,
         augmentation_smoothing=message.augmentation_smoothing,
         eigen_smoothing=message.eigen_smoothing,
-        fusion=_FUSION_NAMES.get(message.fusion),
+        fusion=fusion_name(message.fusion),
         receipt_or_none=receipt,
         scale=_decode_scale(message.scale),
         regions=_regions.decode(message.regions, photo),

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from camserve import _html, _local
+from camserve import _display, _local
 from camserve._errors import InvalidArgument
-from camserve._picture import FORMATS, Picture, check_total, encode
-from camserve._plots import comparison
+from camserve._picture import FORMATS, encode
 from camserve.terminal import aligned
 
 if TYPE_CHECKING:
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
 
     from camserve._result import Explanation, Result
     from camserve._values import ParameterInfo
-
-MAX_PLOTTED = 100
-"""Most explanations in a plot."""
-
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -285,14 +280,7 @@ class Evaluation:
             >>> evaluation.plot().size
             (540, 320)
         """
-        explanations = self.explained.explanations
-        pictures = [explanation.overlay_picture for explanation in explanations[:MAX_PLOTTED]]
-        check_total(pictures)
-        tiles = list(map(comparison.tile, self.labels, pictures))
-        panels = [_panel(column) for column in zip(*self.rows[:MAX_PLOTTED], strict=True)]
-        is_cut = len(explanations) > MAX_PLOTTED
-        note = f"the first {MAX_PLOTTED} of {len(explanations):,} explanations" if is_cut else ""
-        return comparison.draw(tiles, panels, note)
+        return _display.plot(self)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Save the plot as a picture (.png, .jpg, .webp).
@@ -319,28 +307,9 @@ class Evaluation:
         return encode(self.plot(), "png")
 
     def _repr_html_(self) -> str:
-        headings, *lines = self.cells()
-        best = self.best
-        marked = [
-            (label, *(f"{cell} *" if (row, column) in best else cell for column, cell in enumerate(values)))
-            for row, (label, *values) in enumerate(lines)
-        ]
-        plot = self.plot()
-        picture = Picture("png", encode(plot, "png"), *plot.size)
-        return _html.table(headings, marked, self.explained.model) + _html.figure(picture, "Metrics", "", width="none")
+        return _display.html(self)
 
 
 def format_value(value: float) -> str:
     """Format a reading with three decimals, and NaN as "-"."""
     return "-" if math.isnan(value) else f"{value:.3f}"
-
-
-def _panel(column: tuple[Reading, ...]) -> comparison.Panel:
-    first = column[0]
-    return comparison.Panel(
-        title=first.metric.replace("_", " "),
-        note="higher is better" if first.higher_is_better else "lower is better",
-        bars=[comparison.Bar(reading.value, format_value(reading.value)) for reading in column],
-        lines=[[comparison.Line(curve.x, curve.y) for curve in reading.curves] for reading in column],
-        names=[curve.name for curve in first.curves],
-    )

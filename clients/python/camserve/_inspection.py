@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from camserve import _html, _local
+from camserve import _display, _local
 from camserve._errors import FailedPrecondition, InvalidArgument
 from camserve._picture import FORMATS, Photo, Picture, encode
 from camserve.terminal import aligned
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
 
     import numpy as np
     from numpy.typing import NDArray
@@ -21,13 +20,6 @@ if TYPE_CHECKING:
 
     from camserve._result import Timing
     from camserve._values import Prediction
-
-_SHOWN: Mapping[str, str] = {
-    "pca": "components: {shown}, of {count} channels",
-    "factors": "concepts: {shown}, in {count} channels",
-    "heads": "{shown} of {count} heads",
-}
-"""What a result shows in a notebook, by rank."""
 
 HEADINGS = ("layer", "type", "output", "mean", "std", "min", "max", "zeros", "norm", "gradient", "")
 
@@ -144,7 +136,7 @@ class Inspection:
     @property
     def title(self) -> str:
         """Name of the model and of the target."""
-        return f"{self.model} · {_target_name(self.target, self.contrast)}"
+        return f"{self.model} · {target_name(self.target, self.contrast)}"
 
     @property
     def leaves(self) -> tuple[LayerReading, ...]:
@@ -174,11 +166,9 @@ class Inspection:
             >>> client.inspect("cat.jpg", layers=["conv_stem", "conv_head"]).plot().size
             (1000, 156)
         """
-        from camserve._plots.norms import plot_norms  # noqa: PLC0415 -- the fonts are only loaded for a plot
-
         if not self.leaves:
             raise FailedPrecondition("nothing to plot: every measured layer contains other modules")
-        return plot_norms(self.title, self.leaves)
+        return _display.plot(self)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plot (.png, .jpg, .webp) or the table (.txt).
@@ -204,11 +194,7 @@ class Inspection:
         return destination
 
     def _repr_html_(self) -> str:
-        if not self.leaves:
-            return f"<pre>{_html.text(self.table())}</pre>"
-        image = self.plot()
-        picture = Picture("png", encode(image, "png"), *image.size)
-        return _html.figure(picture, self.title, f"score {self.score:.3f}", width="none")
+        return _display.html(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,12 +347,7 @@ class Features:
         return self.picture
 
     def _repr_html_(self) -> str:
-        note = _SHOWN.get(self.rank, "{shown} of {count} channels").format(
-            shown=len(self.channels), count=self.channel_count
-        )
-        if self.target and self.rank != "heads":
-            note += f" · {_target_name(self.target, self.contrast)}"
-        return _html.figure(self.picture, f"{self.model} · {self.layer}", note, width="none")
+        return _display.html(self)
 
 
 def row(reading: LayerReading) -> tuple[str, ...]:
@@ -380,7 +361,8 @@ def row(reading: LayerReading) -> tuple[str, ...]:
     return (reading.name, reading.type, shape, *values, reading.trouble)
 
 
-def _target_name(target: Prediction, contrast: Prediction | None) -> str:
+def target_name(target: Prediction, contrast: Prediction | None) -> str:
+    """Return the name of a target, with that of the class against it."""
     return target.name + (f", not {contrast.name}" if contrast else "")
 
 

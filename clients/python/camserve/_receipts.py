@@ -8,7 +8,7 @@ import json
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import numpy as np
 from google.protobuf import json_format
@@ -35,6 +35,18 @@ _OPTIONAL: Mapping[str, Any] = {"texts": (), "value_range": None, "interventions
 
 _FORMAT_NAME = FORMAT.rpartition(" ")[0]
 _MAX_SHOWN = 60  # characters of a value in an error message
+
+
+class ReceiptFormat(Protocol):
+    """A format of receipts as text."""
+
+    def to_json(self, receipt: Receipt) -> str:
+        """Return a receipt as JSON."""
+        ...
+
+    def from_json(self, text: str | bytes) -> Receipt:
+        """Read a receipt from JSON."""
+        ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -99,6 +111,9 @@ class Receipt:
     interventions: tuple[Intervention, ...] = ()
     input_channel: int | None = None
 
+    format: ClassVar[ReceiptFormat]
+    """The format of files, which ``_codec`` sets: it has messages of the wire."""
+
     @property
     def heatmap_sha256(self) -> str | None:
         """SHA-256 of the raw map's values as little-endian float32, row by row; None without a map.
@@ -120,16 +135,7 @@ class Receipt:
             >>> content["format"], content["method"], content["verdict"]
             ('camserve receipt 1', 'gradcam', 'OK')
         """
-        content = {field.name: getattr(self, field.name) for field in fields(self)}
-        content["score"] = _json_number(self.score)
-        content["parameters"] = {name: _json_number(value) for name, value in self.parameters.items()}
-        content["value_range"] = self.value_range and tuple(map(_json_number, self.value_range))
-        content["heatmap"] = None if self.heatmap is None else _json_map(self.heatmap)
-        content["interventions"] = [_interventions.to_json(each) for each in self.interventions]
-        for name in _OPTIONAL:  # a receipt without them is as older clients write it
-            if content[name] in (None, (), []):  # 0 is a channel
-                del content[name]
-        return json.dumps({"format": FORMAT, **content}, indent=2, ensure_ascii=False, allow_nan=False)
+        return self.format.to_json(self)
 
     @staticmethod
     def from_json(text: str | bytes) -> Receipt:
@@ -143,9 +149,7 @@ class Receipt:
             >>> camserve.Receipt.from_json(receipt.to_json()).digest == receipt.digest
             True
         """
-        content = _parse_object(text)
-        _check_format(content.get("format"))
-        return Receipt(**{field.name: _read_field(field.name, content) for field in fields(Receipt)})
+        return Receipt.format.from_json(text)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the receipt to a file; return the path.
@@ -185,6 +189,36 @@ class Receipt:
             return Receipt.from_json(data)
         except InvalidArgument as error:
             raise InvalidArgument(f"{os.fspath(path)}: {error.message}") from error
+
+
+class _Json:
+    """The format of receipts: JSON, with targets and interventions in protobuf's JSON."""
+
+    def to_json(self, receipt: Receipt) -> str:
+        """Return a receipt as JSON, with the values of the map in base64."""
+        content = {field.name: getattr(receipt, field.name) for field in fields(receipt)}
+        content["score"] = _json_number(receipt.score)
+        content["parameters"] = {name: _json_number(value) for name, value in receipt.parameters.items()}
+        content["value_range"] = receipt.value_range and tuple(map(_json_number, receipt.value_range))
+        content["heatmap"] = None if receipt.heatmap is None else _json_map(receipt.heatmap)
+        content["interventions"] = [_interventions.to_json(each) for each in receipt.interventions]
+        for name in _OPTIONAL:  # a receipt without them is as older clients write it
+            if content[name] in (None, (), []):  # 0 is a channel
+                del content[name]
+        return json.dumps({"format": FORMAT, **content}, indent=2, ensure_ascii=False, allow_nan=False)
+
+    def from_json(self, text: str | bytes) -> Receipt:
+        """Read a receipt from JSON.
+
+        Raises:
+            InvalidArgument: The text is not a receipt, or has a version that this client does not support.
+        """
+        content = _parse_object(text)
+        _check_format(content.get("format"))
+        return Receipt(**{field.name: _read_field(field.name, content) for field in fields(Receipt)})
+
+
+Receipt.format = _Json()
 
 
 def packed(heatmap: NDArray[np.float32]) -> bytes:

@@ -13,7 +13,7 @@ from camserve.v1 import explain_pb2
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from camserve._codec import ExplainRequestBuilder
+    from camserve._codec import ExplainArguments
     from camserve._values import RegionsLike
 
 FORMATS: Mapping[str | None, explain_pb2.ImageFormat.ValueType] = {
@@ -50,7 +50,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 }
 
 
-def encode(options: ExplainRequestBuilder) -> explain_pb2.Rendering:
+def encode(options: ExplainArguments) -> explain_pb2.Rendering:
     """Encode the options of an explanation that say how its pictures are drawn.
 
     Raises:
@@ -89,7 +89,7 @@ def _encode_window(window: tuple[float, float] | None) -> explain_pb2.Window | N
     return explain_pb2.Window(centre=centre, width=width)
 
 
-def _default_colormap(options: ExplainRequestBuilder) -> str:
+def _default_colormap(options: ExplainArguments) -> str:
     # The server would choose the same.
     is_signed = options.sign == "both" or (options.sign is None and options.profile == "signed")
     return "coolwarm" if is_signed else "jet"

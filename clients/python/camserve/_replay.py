@@ -109,7 +109,7 @@ def request(receipt: Receipt) -> explain_pb2.ExplainRequest:
     """
     options = receipt.augmentation_smoothing, receipt.eigen_smoothing
     per_channel = False if receipt.input_channel is None else (receipt.input_channel,)
-    request = _codec.ExplainRequestBuilder(
+    request = _codec.explain_request(
         model=receipt.model,
         methods=Method(receipt.method, receipt.parameters, *options, per_channel),
         layers=receipt.layers,
@@ -117,7 +117,7 @@ def request(receipt: Receipt) -> explain_pb2.ExplainRequest:
         texts=receipt.texts,
         value_range=receipt.value_range,
         interventions=receipt.interventions,
-    ).request()
+    )
     request.targets.append(target_message(receipt.target))
     return request
 

@@ -7,9 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from camserve import _comparison, _html, _local
+from camserve import _comparison, _display, _local
 from camserve._errors import FailedPrecondition, InvalidArgument
-from camserve._notebook import comparison
 from camserve._photo_source import PhotoSource
 from camserve._picture import FORMATS, Photo, Picture, classes_onto_photo, onto_photo
 
@@ -339,7 +338,7 @@ class Explanation:
             >>> print(client.explain("cat.jpg").explanations[0].html())
             <figure ...<img ...Egyptian cat · gradcam...</figure>
         """
-        return _html.figure(self.overlay_picture, self.heading, self.note)
+        return _display.html(self)
 
     def _repr_html_(self) -> str:
         return self.html()
@@ -419,7 +418,7 @@ class Result:
             >>> Path("why.html").write_text(page, encoding="utf-8") == len(page)
             True
         """
-        return comparison.result_html(self)
+        return _display.html(self)
 
     def _repr_html_(self) -> str:
         return self.html()

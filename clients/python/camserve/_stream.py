@@ -352,7 +352,7 @@ def _own_question(
         raise InvalidArgument('an item of images is an image, or a dict with "image" and options')
     image = own.pop("image")
     merged: dict[str, Any] = {**options, **own}
-    own_question = _codec.ExplainRequestBuilder(**merged).request()
+    own_question = _codec.explain_request(**merged)
     own_question.progress = question.progress
     return own_question, image
 

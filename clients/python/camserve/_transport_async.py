@@ -23,13 +23,13 @@ from camserve._errors import (
     StatusLost,
     translate_errors,
 )
-from camserve._settings import new_request_id
+from camserve._settings import HEALTH_CHECK, new_request_id
+from camserve.v1 import evaluate_pb2_grpc, explain_pb2_grpc, models_pb2_grpc
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import Self
 
-    from camserve._async.connection import Stubs
     from camserve._connections import Connection, ConnectionPool, ReplyMetadata
     from camserve._settings import Settings
     from camserve.v1 import explain_pb2
@@ -57,6 +57,17 @@ this pause.
 sleep = asyncio.sleep
 run_blocking = asyncio.to_thread
 """Run a function that reads files or encodes images without blocking the event loop."""
+
+
+class Stubs:
+    """Stubs of the server's services on one channel."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.explain = explain_pb2_grpc.ExplainServiceStub(channel)
+        self.evaluate = evaluate_pb2_grpc.EvaluateServiceStub(channel)
+        self.models = models_pb2_grpc.ModelServiceStub(channel)
+        self.check_health: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH_CHECK)
 
 
 def open_channel(settings: Settings) -> grpc.aio.Channel:

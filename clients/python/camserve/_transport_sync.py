@@ -15,7 +15,8 @@ import grpc
 
 from camserve import _stream
 from camserve._errors import CamserveError, translate_errors
-from camserve._settings import new_request_id
+from camserve._settings import HEALTH_CHECK, new_request_id
+from camserve.v1 import evaluate_pb2_grpc, explain_pb2_grpc, models_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from camserve._connections import Connection, ConnectionPool, ReplyMetadata
     from camserve._settings import Settings
-    from camserve._sync.connection import Stubs
     from camserve.v1 import explain_pb2
 
 P = ParamSpec("P")
@@ -45,6 +45,17 @@ _SIGNAL_INTERVAL: Final = 0.2
 """Seconds after which a wait for a response looks for Ctrl-C, which does not end a wait that begins just after it."""
 
 sleep = time.sleep
+
+
+class Stubs:
+    """Stubs of the server's services on one channel."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.channel = channel
+        self.explain = explain_pb2_grpc.ExplainServiceStub(channel)
+        self.evaluate = evaluate_pb2_grpc.EvaluateServiceStub(channel)
+        self.models = models_pb2_grpc.ModelServiceStub(channel)
+        self.check_health: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH_CHECK)
 
 
 def run_blocking(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

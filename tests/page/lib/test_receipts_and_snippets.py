@@ -136,7 +136,7 @@ class FakeClient:
         pass
 
     def explain(self, image, **options):
-        request = _codec.ExplainRequestBuilder(**options).request()
+        request = _codec.explain_request(**options)
         FakeClient.last = (self, _codec.with_image(request, image))
         return camserve.Result((), (), "", "", None, None)
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from base64 import b64encode
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from camserve import _html
+from camserve import _display, _html
 from camserve._picture import Picture, check_total, encode
+from camserve._result import Explanation, Result
 from camserve._targets import Finer, Similarity
-
-if TYPE_CHECKING:
-    from camserve._result import Explanation, Result
 
 _SIGNED_METHODS = frozenset({"integrated_gradients"})
 _SMALL_PIXELS = 300_000  # of all small pictures together, so that a notebook stays small
@@ -21,6 +19,13 @@ _SMALL_SIDES = (96, 256)  # of one of them
 _QUALITY = 80
 
 
+@_display.html.register(Explanation)
+def explanation_html(explanation: Explanation) -> str:
+    """Return the overlay of an explanation with its title as HTML."""
+    return _html.figure(explanation.overlay_picture, explanation.heading, explanation.note)
+
+
+@_display.html.register(Result)
 def result_html(result: Result) -> str:
     """Return a result as HTML.
 

@@ -13,8 +13,7 @@ from camserve import _transport_sync as transport
 from camserve._connections import ConnectionPool
 from camserve._errors import CamserveError, FailedPrecondition, translate_errors
 from camserve._retry import CallAttempts, is_starting
-from camserve._settings import HEALTH_CHECK, new_request_id
-from camserve.v1 import evaluate_pb2_grpc, explain_pb2_grpc, models_pb2_grpc
+from camserve._settings import new_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,17 +33,6 @@ START_NOTICE_INTERVAL: Final = 60.0
 """Seconds between two lines in the log which say that a client waits for a server that starts."""
 
 
-class Stubs:
-    """Stubs of the server's services on one channel."""
-
-    def __init__(self, channel: grpc.Channel) -> None:
-        self.channel = channel
-        self.explain = explain_pb2_grpc.ExplainServiceStub(channel)
-        self.evaluate = evaluate_pb2_grpc.EvaluateServiceStub(channel)
-        self.models = models_pb2_grpc.ModelServiceStub(channel)
-        self.check_health: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH_CHECK)
-
-
 class Calls:
     """Base class of the client's groups of calls: its settings, its connections and its retries.
 
@@ -56,7 +44,7 @@ class Calls:
     def __init__(self, settings: Settings, channel: grpc.Channel | None) -> None:
         self._settings = settings
         self._own_channel = channel
-        self._open_pool: ConnectionPool[Stubs] | None = None
+        self._open_pool: ConnectionPool[transport.Stubs] | None = None
         self._closed = False
         self._start_noticed_at = -math.inf
         if transport.OPENS_CHANNEL_AT_ONCE:
@@ -83,16 +71,17 @@ class Calls:
         elif self._own_channel is not None:
             self._own_channel.close()
 
-    def _open(self) -> ConnectionPool[Stubs]:
+    def _open(self) -> ConnectionPool[transport.Stubs]:
         settings = self._settings
         self._open_pool = ConnectionPool(self._new_stubs, settings.connections, one_server=settings.one_server)
         return self._open_pool
 
-    def _new_stubs(self) -> Stubs:
-        return Stubs(transport.open_channel(self._settings) if self._own_channel is None else self._own_channel)
+    def _new_stubs(self) -> transport.Stubs:
+        channel = transport.open_channel(self._settings) if self._own_channel is None else self._own_channel
+        return transport.Stubs(channel)
 
     @property
-    def _pool(self) -> ConnectionPool[Stubs]:
+    def _pool(self) -> ConnectionPool[transport.Stubs]:
         # A call on a closed channel can hang in gRPC, for example if the channel has interceptors.
         if self._closed:
             raise FailedPrecondition("the client is closed")
@@ -100,7 +89,7 @@ class Calls:
 
     def _call(
         self,
-        rpc: Callable[[Stubs], grpc.UnaryUnaryMultiCallable[Q, R]],
+        rpc: Callable[[transport.Stubs], grpc.UnaryUnaryMultiCallable[Q, R]],
         request: Q,
         timeout: float | None = None,
         retry: Retry | None = None,

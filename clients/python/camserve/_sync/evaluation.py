@@ -52,7 +52,7 @@ class EvaluationCalls(Calls):
             gradcam  0.549 *      0.266
             edges    0.302        0.427 *
         """
-        question = _codec.ExplainRequestBuilder(**self.named(options)).request()
+        question = _codec.explain_request(**self.named(options))
         question = transport.run_blocking(lambda: _codec.with_image(question, self.file_of(image)))
         request = _metrics.request(question, metrics, box)
         return _metrics.evaluation(self._call(lambda stubs: stubs.evaluate.Evaluate, request, timeout))

@@ -62,7 +62,7 @@ class ExplanationCalls(StreamCalls):
             >>> result.explanations[0].save("why.jpg").exists()
             True
         """
-        request = _codec.ExplainRequestBuilder(**self.named(options)).request()
+        request = _codec.explain_request(**self.named(options))
         result = self._explain_one(request, image, on_progress, timeout)
         return replace(result, source=PhotoSource(image, _codec.image_bytes))
 
@@ -151,7 +151,7 @@ class ExplanationCalls(StreamCalls):
             >>> client.estimate_cost(methods=["gradcam", ("rise", {"samples": 1000})], top_k=2)
             Cost(rows=2002, explanations=4, max_rows=16384)
         """
-        question = _codec.ExplainRequestBuilder(**self.named(options)).request()
+        question = _codec.explain_request(**self.named(options))
         request = explain_pb2.EstimateCostRequest(explain=question)
         return _codec.cost(self._call(lambda stubs: stubs.explain.EstimateCost, request, timeout))
 
@@ -218,7 +218,7 @@ class ExplanationCalls(StreamCalls):
         """
         seconds = self._settings.timeout_for(timeout)
         window = _stream.InFlightWindow(in_flight, self._settings.retry, seconds, on_error)
-        question = _codec.ExplainRequestBuilder(**self.named(options)).request()
+        question = _codec.explain_request(**self.named(options))
         question.progress = progress
         images = _stream.refuse_single_image(images)
         bar = progress_bar(images, shown=progress)

@@ -75,7 +75,7 @@ class JobSpec:
 
     def plain(self) -> dict[str, Any]:
         """Return the options as values for JSON, to compare them with those of the job in a folder."""
-        message = _codec.ExplainRequestBuilder(**self.options).request()
+        message = _codec.explain_request(**self.options)
         message.ClearField("model")
         options: dict[str, Any] = json_format.MessageToDict(message)
         return options | {"heatmaps": self.outputs.heatmaps, "receipts": self.outputs.receipts}

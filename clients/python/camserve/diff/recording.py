@@ -152,7 +152,7 @@ def plain_options(options: _codec.ExplainOptions) -> dict[str, Any]:
     Raises:
         InvalidArgument: An option is out of range, or a method or a layer is named twice.
     """
-    message = _codec.ExplainRequestBuilder(**options).request()
+    message = _codec.explain_request(**options)
     if any(method.per_channel for method in message.methods):
         raise InvalidArgument("a diff compares maps of all channels of the input: leave out per_channel")
     methods = [(method.name, method.augmentation_smoothing, method.eigen_smoothing) for method in message.methods]
