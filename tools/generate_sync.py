@@ -2,7 +2,7 @@
 
 The modules of `clients/python/camserve/_async` are the source. Each becomes a module of `_sync`: the replacements below
 are made in code, comments and docstrings, and ruff sorts the imports and formats the result. The code that cannot be
-generated is in the modules `_transport_async` and `_transport_sync`.
+generated is in the modules `_transport/aio.py` and `_transport/sync.py`.
 
 The packages unasync and unasyncd do the same. unasync leaves docstrings as they are and does not format. unasyncd needs
 libCST and eight more packages. Neither is worth a dependency for a table of this size.
@@ -35,7 +35,7 @@ REPLACEMENTS: Mapping[str, str] = {
     r"\bgrpc\.aio\b": "grpc",
     r"\bAsyncClient\b": "Client",
     r"\bcamserve\._async\b": "camserve._sync",
-    r"\b_transport_async\b": "_transport_sync",
+    r"\b_transport import aio\b": "_transport import sync",
     # `camserve_server.Explainer` extends these methods of the synchronous client, so they are public there.
     r"\b_file_of\b": "file_of",
     r"\b_named\b": "named",

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from camserve import ImageWithOptions, Verdict
-from camserve._map_numbers import rank_correlation
+from camserve._values import map_numbers
 from camserve_server import Explainer
 
 Values = NDArray[np.float64]
@@ -36,7 +36,7 @@ class Answers:
 
     def correlations(self, method: str, others: "Answers") -> Values:
         """Return the rank correlations with the maps of another model, [photos]."""
-        return np.array(list(map(rank_correlation, self.maps[method], others.maps[method])))
+        return np.array(list(map(map_numbers.rank_correlation, self.maps[method], others.maps[method])))
 
     def verdict_changes(self, method: str, others: "Answers") -> NDArray[np.bool_]:
         """Return whether another model's map has another verdict, [photos]."""

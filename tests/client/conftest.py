@@ -479,10 +479,10 @@ def pauses(monkeypatch: Any) -> list[float]:
     async def pause(seconds: float) -> None:
         seconds_paused.append(seconds)
 
-    monkeypatch.setattr("camserve._transport_sync.sleep", seconds_paused.append)
-    monkeypatch.setattr("camserve._transport_async.sleep", pause)
+    monkeypatch.setattr("camserve._transport.sync.sleep", seconds_paused.append)
+    monkeypatch.setattr("camserve._transport.aio.sleep", pause)
     monkeypatch.setattr(
-        "camserve._retry.time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(seconds_paused))
+        "camserve._transport.retry.time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(seconds_paused))
     )
     return seconds_paused
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import camserve
 from camserve import cli
-from camserve._settings import DEFAULT_TIMEOUT
+from camserve._transport.settings import DEFAULT_TIMEOUT
 from robustness.authority import Authority
 
 if TYPE_CHECKING:

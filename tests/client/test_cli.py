@@ -19,7 +19,12 @@ from click.testing import CliRunner
 from PIL import Image
 
 import camserve
-from camserve import _files, _regions, cli, terminal
+from camserve import cli, terminal
+from camserve._codec.explain import explain_request, with_image
+from camserve._codec.regions import decode_regions
+from camserve._files.naming import UniqueNames, stem_of
+from camserve.commands import tables
+from camserve.commands.parsing import parse_target
 from camserve.v1 import explain_pb2
 from client import hostile
 
@@ -123,7 +128,7 @@ def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: 
     ]
     saved = np.load(tmp_path / "out" / "cat.gradcam.features.class_1.npy")
     np.testing.assert_array_equal(saved, [[0, 1], [2, 3]])
-    question = camserve._codec.explain_request(
+    question = explain_request(
         model="tiny",
         methods=[
             camserve.Method("gradcam", augmentation_smoothing=True, per_channel=True),
@@ -146,7 +151,7 @@ def test_options_reach_the_server(run: Any, server: Any, photos: Any, tmp_path: 
         fade=True,
         regions=camserve.RegionOptions(mass=0.5, max_regions=2, draw=True, masks=True),
     )
-    expected = camserve._codec.with_image(question, b"\xff\xd8\xff\x01")
+    expected = with_image(question, b"\xff\xd8\xff\x01")
     expected.progress = True
     assert requests == [expected]
 
@@ -213,7 +218,7 @@ def test_regions_are_printed_and_written_as_json(run: Any, photos: Any, tmp_path
     (line,) = (line.split() for line in done.stdout.splitlines() if "3,0,6,4" in line)
     assert line == ["cat.gradcam.class_1.jpg", "1", "3,0,6,4", "12", "75.0%", "4,2", "2"]
     content = json.loads((tmp_path / "out" / "cat.gradcam.class_1.regions.json").read_bytes())
-    region = _regions.decode([hostile.region()], camserve.Photo(6, 4, camserve.Box(0, 0, 6, 4)))[0]
+    region = decode_regions([hostile.region()], camserve.Photo(6, 4, camserve.Box(0, 0, 6, 4)))[0]
     assert content == {"width": 6, "height": 4, "regions": [region.plain()]}
 
 
@@ -330,7 +335,7 @@ def test_weights_of_a_function_are_listed_as_built(source: Any, weights: Any, sh
         name="m", source=source, weights=weights, digest="d", classes=3, input_height=64, input_width=64,
         default_layer="layer4", parameters=7, precision="float32", device="cpu",
     )  # fmt: skip
-    ((_, _, cell, *_),) = cli._tables.model_rows([model])
+    ((_, _, cell, *_),) = tables.model_rows([model])
 
     assert cell == shown
 
@@ -580,14 +585,14 @@ def test_brackets_in_a_label_are_not_markup(run: Any, server: Any, photos: Any, 
 def test_labels_are_parts_of_file_names(tmp_path: Any, label: str, part: str) -> None:
     explanation = answered(label)
 
-    assert _files.stem_of(tmp_path / "cat.jpg", explanation, with_layer=False) == f"cat.m.{part}"
+    assert stem_of(tmp_path / "cat.jpg", explanation, with_layer=False) == f"cat.m.{part}"
 
 
 def test_longest_photo_name_and_parts_give_a_valid_file_name(tmp_path: Any) -> None:
     photo = tmp_path / f"{'猫' * 83}.jpg"
     photo.touch()
 
-    stem = _files.stem_of(photo, answered("猫" * 300, against="犬" * 300), with_layer=True)
+    stem = stem_of(photo, answered("猫" * 300, against="犬" * 300), with_layer=True)
 
     (tmp_path / f".{stem}-99.intensity.npy").touch()
     assert stem.startswith("猫" * 40)
@@ -610,35 +615,35 @@ def test_longest_photo_name_and_parts_give_a_valid_file_name(tmp_path: Any) -> N
     ],
 )
 def test_target_option_is_parsed_by_its_kind(text: str, target: Any) -> None:
-    assert cli._parse_target(text) == target
+    assert parse_target(text) == target
 
 
 def test_similarity_target_is_the_path_of_the_other_photo() -> None:
-    asked = cli._parse_target("similarity:other.jpg")
+    asked = parse_target("similarity:other.jpg")
 
     assert isinstance(asked, camserve.Similarity)
     assert asked.image == "other.jpg"
 
 
 def test_mask_target_is_a_class_and_the_path_of_the_mask() -> None:
-    asked = cli._parse_target("mask:tiger cat@masks/a@b.png")
+    asked = parse_target("mask:tiger cat@masks/a@b.png")
 
     assert isinstance(asked, camserve.Mask)
     assert (asked.why, asked.image) == ("tiger cat", "masks/a@b.png")
     with pytest.raises(click.BadParameter, match=r"'cat' is not CLASS@MASK\.png"):
-        cli._parse_target("mask:cat")
+        parse_target("mask:cat")
 
 
 @pytest.mark.parametrize("text", ["segment:cat@1,2,3", "detection:dog@a,b,c,d"])
 def test_invalid_box_is_reported(text: str) -> None:
     with pytest.raises(click.BadParameter, match="LEFT,TOP,RIGHT,BOTTOM"):
-        cli._parse_target(text)
+        parse_target(text)
 
 
 def test_contrast_is_in_the_file_name(tmp_path: Any) -> None:
     explanation = answered("tabby", against="tiger cat")
 
-    stem = _files.stem_of(tmp_path / "a.b.jpg", explanation, with_layer=True)
+    stem = stem_of(tmp_path / "a.b.jpg", explanation, with_layer=True)
 
     assert stem == "a.b.m.layer_1.tabby-not-tiger_cat"
 
@@ -661,7 +666,7 @@ def answered(label: str, against: str = "") -> camserve.Explanation:
 
 
 def test_file_names_that_differ_only_in_case_are_the_same(tmp_path: Any) -> None:
-    given = _files.UniqueNames(tmp_path)
+    given = UniqueNames(tmp_path)
 
     results = [given.unique(stem, ".jpg").name for stem in ("Cat", "cat", "CAT", "cat-2")]
 
@@ -670,11 +675,11 @@ def test_file_names_that_differ_only_in_case_are_the_same(tmp_path: Any) -> None
 
 def test_as_json_accepts_only_values() -> None:
     with pytest.raises(TypeError):
-        cli._tables.as_json(object())
+        tables.as_json(object())
 
 
 def test_small_and_large_counts_are_short() -> None:
-    assert [cli._tables._shorten_count(each) for each in (7, 1200, 4_650_000, 2 * 10**9)] == [
+    assert [tables._shorten_count(each) for each in (7, 1200, 4_650_000, 2 * 10**9)] == [
         "7",
         "1.2k",
         "4.65M",

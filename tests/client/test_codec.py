@@ -11,7 +11,12 @@ from google.protobuf import json_format
 from PIL import Image
 
 import camserve
-from camserve import _codec, _rendering
+from camserve._codec.explain import _FUSIONS, explain_request
+from camserve._codec.images import image_bytes
+from camserve._codec.models import decode_method
+from camserve._codec.rendering import PROFILES, SIGNS
+from camserve._codec.results import decode_result
+from camserve._values.options import ExplainArguments
 from camserve.v1 import explain_pb2
 
 if TYPE_CHECKING:
@@ -27,7 +32,7 @@ def predicted(**options: Any) -> camserve.Prediction:
 
 def asked(**options: Any) -> dict[str, Any]:
     """Convert a request to JSON with the field names of the proto."""
-    request = _codec.explain_request(**options)
+    request = explain_request(**options)
     return json_format.MessageToDict(request, preserving_proto_field_name=True)
 
 
@@ -141,7 +146,7 @@ def test_options_of_pictures_have_short_and_full_forms(options: Any, expected: A
 def test_typed_options_are_complete() -> None:
     typed = camserve.ExplainOptions.__annotations__
 
-    assert list(typed) == list(_codec.ExplainArguments.__dataclass_fields__)
+    assert list(typed) == list(ExplainArguments.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
@@ -296,14 +301,14 @@ def test_files_and_bytes_are_sent_untouched(tmp_path: pathlib.Path) -> None:
     path.write_bytes(data)
 
     for image in (path, str(path), data, bytearray(data), memoryview(data)):
-        assert _codec.image_bytes(image) == data
+        assert image_bytes(image) == data
 
 
 def test_array_is_sent_losslessly() -> None:
     array = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
 
     for view in (array, array[:, ::-1]):
-        sent = pixels(_codec.image_bytes(view))
+        sent = pixels(image_bytes(view))
         np.testing.assert_array_equal(np.asarray(sent), view)
 
 
@@ -311,7 +316,7 @@ def test_array_is_sent_losslessly() -> None:
 def test_pil_images_keep_their_mode(mode: str) -> None:
     image = Image.new(mode, (3, 2))
 
-    sent = pixels(_codec.image_bytes(image))
+    sent = pixels(image_bytes(image))
 
     assert sent.mode == mode
     assert sent.size == (3, 2)
@@ -321,7 +326,7 @@ def test_pil_images_keep_their_mode(mode: str) -> None:
 def test_pil_images_that_png_cannot_hold_become_rgb(mode: str) -> None:
     image = Image.new("RGB", (3, 2), RED).convert(mode)
 
-    sent = pixels(_codec.image_bytes(image))
+    sent = pixels(image_bytes(image))
 
     assert sent.mode == "RGB"
     np.testing.assert_allclose(np.asarray(sent)[0, 0], RED, atol=4)
@@ -333,7 +338,7 @@ def test_pil_image_is_rotated_by_its_exif_orientation() -> None:
     turned = io.BytesIO()
     image.save(turned, "JPEG", exif=image.getexif())
 
-    sent = pixels(_codec.image_bytes(pixels(turned.getvalue())))
+    sent = pixels(image_bytes(pixels(turned.getvalue())))
 
     assert sent.size == (2, 4)
     assert 0x0112 not in sent.getexif()
@@ -343,7 +348,7 @@ def test_pil_image_is_rotated_by_its_exif_orientation() -> None:
 def test_floats_of_other_types_are_sent_as_float32(dtype: Any) -> None:
     values = (np.arange(12).reshape(2, 2, 3) / 8).astype(dtype)
 
-    assert _codec.image_bytes(values) == _codec.image_bytes(values.astype(np.float32))
+    assert image_bytes(values) == image_bytes(values.astype(np.float32))
 
 
 @pytest.mark.parametrize(
@@ -363,7 +368,7 @@ def test_floats_of_other_types_are_sent_as_float32(dtype: Any) -> None:
 )
 def test_value_that_is_not_an_image_is_refused(image: Any, words: str) -> None:
     with pytest.raises(camserve.InvalidArgument, match=words) as caught:
-        _codec.image_bytes(image)
+        image_bytes(image)
 
     assert list(caught.value.fields) == ["image"]
 
@@ -378,21 +383,21 @@ def test_value_that_is_not_an_image_is_refused(image: Any, words: str) -> None:
     ids=lambda array: f"{array.dtype} {array.shape}",
 )
 def test_array_of_any_channels_is_sent_as_an_npy_file(array: Any) -> None:
-    sent = np.load(io.BytesIO(_codec.image_bytes(array)), allow_pickle=False)
+    sent = np.load(io.BytesIO(image_bytes(array)), allow_pickle=False)
 
     assert sent.dtype == array.dtype
     assert np.array_equal(sent, array)
 
 
 def test_pil_image_of_floats_is_sent_as_an_npy_file() -> None:
-    sent = np.load(io.BytesIO(_codec.image_bytes(Image.new("F", (3, 2), 0.3))), allow_pickle=False)
+    sent = np.load(io.BytesIO(image_bytes(Image.new("F", (3, 2), 0.3))), allow_pickle=False)
 
     assert np.array_equal(sent, np.full((2, 3), 0.3, np.float32))
 
 
 def explanation(**fields: Any) -> camserve.Explanation:
     response = explain_pb2.ExplainResponse(explanations=[explain_pb2.Explanation(**fields)])
-    return _codec.result(response).explanations[0]
+    return decode_result(response).explanations[0]
 
 
 def test_heatmap_is_decoded_in_row_order() -> None:
@@ -454,14 +459,14 @@ def test_box_of_a_prediction_is_decoded() -> None:
     ],
 )
 def test_resolved_target_can_be_requested_again(target: Any) -> None:
-    (sent,) = _codec.explain_request(targets=target).targets
+    (sent,) = explain_request(targets=target).targets
 
     assert explanation(resolved_target=sent).resolved == target
 
 
 def test_old_server_similarity_and_mask_give_no_resolved_target() -> None:
-    (sent,) = _codec.explain_request(targets=camserve.similarity(b"photo")).targets
-    (masked,) = _codec.explain_request(targets=camserve.mask(1, b"mask")).targets
+    (sent,) = explain_request(targets=camserve.similarity(b"photo")).targets
+    (masked,) = explain_request(targets=camserve.mask(1, b"mask")).targets
     masked.segment.mask = b""  # as in responses
 
     assert explanation().resolved is None
@@ -471,7 +476,7 @@ def test_old_server_similarity_and_mask_give_no_resolved_target() -> None:
 
 @pytest.mark.parametrize("mask", [np.eye(5, dtype=bool), np.eye(5, dtype=np.uint8) * 3, Image.fromarray(np.eye(5) > 0)])
 def test_mask_is_sent_as_a_png_of_one_bit(mask: Any) -> None:
-    (sent,) = _codec.explain_request(targets=camserve.mask(1, mask)).targets
+    (sent,) = explain_request(targets=camserve.mask(1, mask)).targets
     image = Image.open(io.BytesIO(sent.segment.mask))
 
     assert (image.format, image.mode) == ("PNG", "1")
@@ -481,9 +486,9 @@ def test_mask_is_sent_as_a_png_of_one_bit(mask: Any) -> None:
 @pytest.mark.parametrize("option", ["fusion", "profile", "sign"])
 def test_every_fusion_profile_and_sign_of_the_proto_has_a_name(option: str) -> None:
     known: Any = {
-        "fusion": _codec._FUSIONS,
-        "profile": {None: 0, **_rendering.PROFILES},
-        "sign": _rendering.SIGNS,
+        "fusion": _FUSIONS,
+        "profile": {None: 0, **PROFILES},
+        "sign": SIGNS,
     }[option]
     kind: Any = {"fusion": explain_pb2.Fusion, "profile": explain_pb2.Profile, "sign": explain_pb2.Sign}[option]
 
@@ -514,7 +519,7 @@ def test_smoothing_and_fusion_of_a_map_are_decoded() -> None:
 def test_channels_that_are_no_indices_are_refused(channels: Any) -> None:
     method = camserve.Method("saliency", per_channel=channels)
     with pytest.raises(camserve.InvalidArgument, match="must be a list of indices") as caught:
-        _codec.explain_request(methods=method)
+        explain_request(methods=method)
 
     assert list(caught.value.fields) == ["methods.per_channel"]
 
@@ -540,11 +545,11 @@ def test_verdict_of_a_newer_server_is_unspecified() -> None:
 def test_kind_of_method_of_a_newer_server_is_its_number() -> None:
     from camserve.v1 import models_pb2  # noqa: PLC0415 -- used here only
 
-    assert _codec.method(models_pb2.MethodInfo(kind=99)).kind == "99"
+    assert decode_method(models_pb2.MethodInfo(kind=99)).kind == "99"
 
 
 def test_missing_box_means_the_whole_photo_was_visible() -> None:
-    photo = _codec.result(explain_pb2.ExplainResponse(photo=explain_pb2.Photo(width=4, height=3))).photo
+    photo = decode_result(explain_pb2.ExplainResponse(photo=explain_pb2.Photo(width=4, height=3))).photo
 
     assert photo.seen == camserve.Box(0, 0, 4, 3)
 
@@ -563,11 +568,11 @@ def test_missing_box_means_the_whole_photo_was_visible() -> None:
 )
 def test_option_of_a_wrong_type_raises_invalid_argument(option):
     with pytest.raises(camserve.InvalidArgument):
-        _codec.explain_request(**option)
+        explain_request(**option)
 
 
 def test_without_methods_the_server_chooses():
-    assert list(_codec.explain_request(methods=()).methods) == []
+    assert list(explain_request(methods=()).methods) == []
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])

@@ -16,7 +16,8 @@ from skimage.metrics import structural_similarity
 
 import camserve
 import fork_server
-from camserve import Box, Explanation, Photo, Prediction, Verdict, _map_numbers
+from camserve import Box, Explanation, Photo, Prediction, Verdict
+from camserve._values import map_numbers
 
 PHOTO = Photo(100, 80, Box(0, 0, 100, 80))
 rng = np.random.default_rng(0)
@@ -176,17 +177,17 @@ def test_hostile_maps_are_compared_in_bounded_memory() -> None:
 @pytest.mark.parametrize("shape", [(2, 5000), (5000, 2), (3000, 4097)])
 def test_map_of_many_cells_has_their_means(shape: tuple[int, int]) -> None:
     steep = np.add.outer(np.linspace(0, 1, shape[0]), np.linspace(0, 2, shape[1])).astype(np.float32)
-    found = _map_numbers.bounded(steep)
+    found = map_numbers.bounded(steep)
 
-    assert found.shape == tuple(min(side, _map_numbers.MOST_CELLS) for side in shape)
+    assert found.shape == tuple(min(side, map_numbers.MOST_CELLS) for side in shape)
     expected = np.add.outer(*(np.linspace(0, end, side) for end, side in zip((1, 2), found.shape, strict=True)))
-    assert np.abs(found - expected).max() < 3 / _map_numbers.MOST_CELLS  # the slopes of one cell along each axis
+    assert np.abs(found - expected).max() < 3 / map_numbers.MOST_CELLS  # the slopes of one cell along each axis
 
 
 def test_map_of_ordinary_size_is_compared_as_it_is() -> None:
-    values = noise(_map_numbers.MOST_CELLS, 3)
+    values = noise(map_numbers.MOST_CELLS, 3)
 
-    assert _map_numbers.bounded(values) is values
+    assert map_numbers.bounded(values) is values
 
 
 def test_maps_are_compared_over_the_part_that_both_models_see() -> None:

@@ -16,10 +16,18 @@ import pytest
 
 import camserve
 import fork_server
-from camserve import _connections
-from camserve._access import AccessOptions
-from camserve._connections import Connection, ConnectionPool, least_loaded
-from camserve._settings import ClientOptions, make_settings
+from camserve._transport import connections as transport_connections
+from camserve._transport.access import AccessOptions
+from camserve._transport.connections import (
+    MAX_PROCESSES,
+    TRIES_PER_PROCESS,
+    TRY_INTERVAL,
+    Connection,
+    ConnectionPool,
+    least_loaded,
+    process_count,
+)
+from camserve._transport.settings import ClientOptions, make_settings
 from client.processes import Process, open_connections
 from support import wait_in_loop_until, wait_until
 
@@ -62,7 +70,7 @@ def test_failed_connection_is_chosen_last_until_its_penalty_ends() -> None:
 
 @pytest.mark.parametrize("process", ["", "2/2", "3/2", "1", "-1/2", "0/0", "a/b", "0/2 ", "0/99999", "٠/٢"])
 def test_invalid_process_counts_as_a_single_one(process: str) -> None:
-    assert _connections.process_count(process) == 1
+    assert process_count(process) == 1
 
 
 # -------------------------------------------------------------------------------------------------- the pool, alone
@@ -74,7 +82,7 @@ class Pool:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int | None = None, **options: Any) -> None:
         self.opened = 0
         self.now = 1000.0
-        monkeypatch.setattr(_connections, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(transport_connections, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.pool = ConnectionPool(self.open, count, **options)
 
     def open(self) -> int:
@@ -131,12 +139,12 @@ def test_duplicate_connection_is_closed_after_its_last_call(pool: Pool) -> None:
 def test_number_of_tries_is_limited_and_grows_with_time(pool: Pool) -> None:
     for _ in range(99):
         pool.call("0/2")
-    assert pool.opened == 1 + 2 * _connections.TRIES_PER_PROCESS
+    assert pool.opened == 1 + 2 * TRIES_PER_PROCESS
 
-    pool.now += 2.5 * _connections.TRY_INTERVAL
+    pool.now += 2.5 * TRY_INTERVAL
     for _ in range(99):
         pool.call("0/2")
-    assert pool.opened == 3 + 2 * _connections.TRIES_PER_PROCESS
+    assert pool.opened == 3 + 2 * TRIES_PER_PROCESS
     assert pool.processes() == ["0/2"]
 
 
@@ -190,7 +198,7 @@ def test_hostile_number_of_processes_is_limited(pool: Pool) -> None:
     for _ in range(9):
         pool.call("0/999999999")
 
-    assert pool.opened <= _connections.MAX_PROCESSES
+    assert pool.opened <= MAX_PROCESSES
 
 
 def test_process_that_changes_with_every_reply_opens_few_connections(pool: Pool) -> None:
@@ -198,7 +206,7 @@ def test_process_that_changes_with_every_reply_opens_few_connections(pool: Pool)
     for number in range(99):
         pool.call(f"{number % 2}/2")
 
-    assert pool.opened <= 1 + 2 * _connections.TRIES_PER_PROCESS
+    assert pool.opened <= 1 + 2 * TRIES_PER_PROCESS
 
 
 def test_several_servers_get_as_many_connections_as_one_has_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +290,7 @@ def serving(*names: str) -> Iterator[list[Process]]:
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Process]]:
     """Two processes on one port. A client that has not reached one of them tries again soon."""
-    monkeypatch.setattr(_connections, "TRY_INTERVAL", 0.01)  # real timeout: calls only try again earlier
+    monkeypatch.setattr(transport_connections, "TRY_INTERVAL", 0.01)  # real timeout: calls only try again earlier
     with serving("0/2", "1/2") as started:
         yield started
 
@@ -432,8 +440,8 @@ def start_process(name: str, port: int, folder: Any) -> fork_server.Process:
 async def test_killed_process_fails_no_call_and_no_image(
     connect: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    monkeypatch.setattr(_connections, "TRY_INTERVAL", 0.01)  # real timeout: calls only try again earlier
-    monkeypatch.setattr(_connections, "FAILURE_PENALTY", 0.1)
+    monkeypatch.setattr(transport_connections, "TRY_INTERVAL", 0.01)  # real timeout: calls only try again earlier
+    monkeypatch.setattr(transport_connections, "FAILURE_PENALTY", 0.1)
     models: list[str] = []
     stop = threading.Event()
 

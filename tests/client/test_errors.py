@@ -13,7 +13,8 @@ import grpc
 import pytest
 
 import camserve
-from camserve import _errors
+from camserve._core.errors import STATUS, join_faults, status_code
+from camserve._transport.errors import DETAILS_TRAILER, PUSHBACK_TRAILER, REQUEST_ID, more_telling, translate_errors
 from support import wait_in_loop_until
 
 
@@ -34,14 +35,14 @@ class FakeRpcError(grpc.RpcError):
 
 
 def translate(*args: Any, address: str = "host:1") -> camserve.CamserveError:
-    with pytest.raises(camserve.CamserveError) as caught, _errors.translate_errors(address, "sent"):
+    with pytest.raises(camserve.CamserveError) as caught, translate_errors(address, "sent"):
         raise FakeRpcError(*args)
     return caught.value
 
 
 def test_every_error_class_has_its_own_status() -> None:
-    assert set(_errors.STATUS.values()) == set(camserve.CamserveError.__subclasses__())
-    assert all(error.code is code for code, error in _errors.STATUS.items())
+    assert set(STATUS.values()) == set(camserve.CamserveError.__subclasses__())
+    assert all(error.code is code for code, error in STATUS.items())
 
 
 def test_error_shows_its_message_fields_and_request_id() -> None:
@@ -125,7 +126,7 @@ def test_response_that_a_proxy_cuts_off_raises_unavailable(code: str, details: s
 
 @pytest.mark.parametrize("packed", [b"\xff\xff", "text", b""])
 def test_malformed_details_are_ignored(packed: Any) -> None:
-    error = translate("INTERNAL", "broken", ((_errors.DETAILS_TRAILER, packed),))
+    error = translate("INTERNAL", "broken", ((DETAILS_TRAILER, packed),))
 
     assert error.fields == {}
     assert error.request_id == "sent"
@@ -133,22 +134,22 @@ def test_malformed_details_are_ignored(packed: Any) -> None:
 
 @pytest.mark.parametrize(("pushback", "seconds"), [("250", 0.25), (b"0", 0.0), ("-7", -1.0), ("soon", -1.0)])
 def test_pushback_is_converted_to_seconds(pushback: Any, seconds: float) -> None:
-    error = translate("UNAVAILABLE", "later", ((_errors.PUSHBACK_TRAILER, pushback),))
+    error = translate("UNAVAILABLE", "later", ((PUSHBACK_TRAILER, pushback),))
 
     assert error.retry_after == seconds
 
 
 def test_request_id_may_be_bytes() -> None:
-    assert translate("INTERNAL", "x", ((_errors.REQUEST_ID, b"abc"),)).request_id == "abc"
+    assert translate("INTERNAL", "x", ((REQUEST_ID, b"abc"),)).request_id == "abc"
 
 
 def test_faults_of_the_same_field_are_joined() -> None:
-    assert _errors.join_faults([("a", "x"), ("b", "y"), ("a", "z")]) == {"a": "x; z", "b": "y"}
+    assert join_faults([("a", "x"), ("b", "y"), ("a", "z")]) == {"a": "x; z", "b": "y"}
 
 
 def test_number_without_a_status_code_is_unknown() -> None:
-    assert _errors.status_code(3) is grpc.StatusCode.INVALID_ARGUMENT
-    assert _errors.status_code(99) is grpc.StatusCode.UNKNOWN
+    assert status_code(3) is grpc.StatusCode.INVALID_ARGUMENT
+    assert status_code(99) is grpc.StatusCode.UNKNOWN
 
 
 def test_messages_of_grpc_are_rephrased() -> None:
@@ -169,12 +170,12 @@ def test_refusal_names_its_address_if_it_is_one_of_several() -> None:
     assert other.message == "no server answers at localhost:1: Connection refused at [::1]:1"
     assert same.message == "no server answers at 127.0.0.1:1: Connection refused"
     assert "may want TLS" in hint.message
-    assert _errors.more_telling(hint, other) is hint
-    assert _errors.more_telling(other, hint) is hint
-    assert _errors.more_telling(hint, same) is same
-    assert _errors.more_telling(None, other) is other
+    assert more_telling(hint, other) is hint
+    assert more_telling(other, hint) is hint
+    assert more_telling(hint, same) is same
+    assert more_telling(None, other) is other
 
 
 def test_other_exceptions_are_not_translated() -> None:
-    with pytest.raises(KeyError), _errors.translate_errors("host:1", ""):
+    with pytest.raises(KeyError), translate_errors("host:1", ""):
         raise KeyError

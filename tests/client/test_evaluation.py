@@ -17,8 +17,9 @@ from click.testing import CliRunner
 from PIL import Image
 
 import camserve
-from camserve import _metrics, _picture, cli
-from camserve._plots import canvas, comparison
+from camserve import cli
+from camserve._codec.evaluation import decode_evaluation, evaluation_request
+from camserve._show.plots import canvas, comparison
 from camserve.v1 import evaluate_pb2, explain_pb2
 
 if TYPE_CHECKING:
@@ -48,11 +49,11 @@ async def test_every_argument_of_evaluate_is_sent(client: Any, server: Any) -> N
 
 @pytest.mark.parametrize("metric", ["deletion", ("deletion", {"steps": 2}), camserve.Metric("deletion")])
 def test_one_metric_needs_no_list(metric: Any) -> None:
-    asked = _metrics.request(explain_pb2.ExplainRequest(), metric, camserve.Box(1, 2, 3, 4))
+    asked = evaluation_request(explain_pb2.ExplainRequest(), metric, camserve.Box(1, 2, 3, 4))
 
     assert [each.name for each in asked.metrics] == ["deletion"]
     assert asked.box.bottom == 4
-    assert not _metrics.request(explain_pb2.ExplainRequest(), (), None).HasField("box")
+    assert not evaluation_request(explain_pb2.ExplainRequest(), (), None).HasField("box")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def evaluated(*explanations: explain_pb2.Explanation, higher: bool = True) -> ca
         for place in range(len(explanations))
     ]
     explained = explain_pb2.ExplainResponse(explanations=explanations)
-    return _metrics.evaluation(evaluate_pb2.EvaluateResponse(explained=explained, readings=readings))
+    return decode_evaluation(evaluate_pb2.EvaluateResponse(explained=explained, readings=readings))
 
 
 def test_layers_and_targets_are_named_where_they_differ() -> None:
@@ -171,13 +172,13 @@ def test_readings_in_another_order_raise_internal(explanations: int, readings: l
         response.readings.add(explanation=place, metric=metric, higher_is_better=higher)
 
     with pytest.raises(camserve.Internal, match=r"evaluate every explanation|more readings than"):
-        _metrics.evaluation(response)
+        decode_evaluation(response)
 
 
 def test_evaluation_without_readings_has_a_row_for_each_explanation() -> None:
     explained = explain_pb2.ExplainResponse(explanations=[explain_pb2.Explanation(method=name) for name in "ab"])
 
-    result = _metrics.evaluation(evaluate_pb2.EvaluateResponse(explained=explained))
+    result = decode_evaluation(evaluate_pb2.EvaluateResponse(explained=explained))
 
     assert (result.rows, result.best) == (((), ()), frozenset())
     assert result.table() == "\na\nb"
@@ -244,7 +245,7 @@ def overlay(image: Image.Image) -> explain_pb2.Picture:
 
 
 def test_pictures_of_too_many_pixels_in_all_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_picture, "MAX_PIXELS_IN_ALL", 1000)
+    monkeypatch.setattr("camserve._values.picture.MAX_PIXELS_IN_ALL", 1000)
     decoded: list[Any] = []
     monkeypatch.setattr(camserve.Picture, "open", decoded.append)
     result = evaluated(*[explain_pb2.Explanation(overlay=overlay(Image.new("1", (20, 20))))] * 3)

@@ -370,7 +370,7 @@ async def test_only_the_image_that_breaks_the_stream_fails(client: Any, server: 
 async def test_silence_of_the_server_is_limited(client: Any, server: Any, replies: Any, monkeypatch: Any) -> None:
     outcomes: list[Any] = []
     seconds = itertools.accumulate(1000 * (len(outcomes) == 2) for _ in itertools.count())
-    monkeypatch.setattr("camserve._stream.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr("camserve._transport.stream.time", SimpleNamespace(monotonic=lambda: next(seconds)))
 
     def two_then_silent(requests: Any, context: Any) -> Any:
         yield from map(replies.reply, itertools.islice(requests, 2))
@@ -390,7 +390,7 @@ async def test_silence_of_the_server_is_limited(client: Any, server: Any, replie
 async def test_slow_consumer_does_not_count_as_a_silent_server(client: Any, monkeypatch: Any) -> None:
     outcomes: list[Any] = []
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + (100 if len(outcomes) >= 2 else 0))
-    monkeypatch.setattr("camserve._stream.time", clock)
+    monkeypatch.setattr("camserve._transport.stream.time", clock)
     async for result in client.explain_many(images(6), in_flight=2, timeout=60):
         outcomes.append(result)  # noqa: PERF401 -- the clock depends on it
 

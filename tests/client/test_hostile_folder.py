@@ -15,7 +15,18 @@ import pyarrow.parquet as pq
 import pytest
 
 import camserve
-from camserve import _codec, _local, dataset
+from camserve import dataset
+from camserve._codec.images import image_bytes
+from camserve._codec.models import decode_model
+from camserve._core.files import (
+    MAX_PHOTO_BYTES,
+    MAX_TEXT_BYTES,
+    NOT_A_PHOTO,
+    TooLarge,
+    read_photo,
+    read_within,
+    write_file,
+)
 from camserve.dataset import job as jobs
 from camserve.v1 import models_pb2
 
@@ -127,16 +138,16 @@ async def test_plots_tables_and_tiles_replace_a_link(client: Any, victim: Any, t
 
 
 def test_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    _local.write(tmp_path / "a", b"old")
+    write_file(tmp_path / "a", b"old")
     with pytest.raises(TypeError):
-        _local.write(tmp_path / "a", "no bytes")  # type: ignore[arg-type]  # which fails after the file was opened
+        write_file(tmp_path / "a", "no bytes")  # type: ignore[arg-type]  # which fails after the file was opened
 
     assert (tmp_path / "a").read_bytes() == b"old"
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
 
 
 def test_written_file_gets_the_usual_permissions(tmp_path: Path) -> None:
-    _local.write(tmp_path / "a", b"")
+    write_file(tmp_path / "a", b"")
     (tmp_path / "b").write_bytes(b"")
 
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
@@ -146,7 +157,7 @@ def test_device_or_a_pipe_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path(os.devnull)):
         with pytest.raises(OSError, match="not a regular file"):
-            _local.write(path, b"x")
+            write_file(path, b"x")
 
 
 def test_next_run_deletes_the_unfinished_files_of_a_killed_job(run: Any, photos: Any, tmp_path: Any) -> None:
@@ -201,7 +212,7 @@ def test_only_photos_leave_the_machine(run: Any, photos: Any, tmp_path: Any, sen
 def test_formats_that_a_server_accepts_are_sent(tmp_path: Path, head: bytes) -> None:
     (tmp_path / "a").write_bytes(head + b"rest")
 
-    assert _codec.image_bytes(tmp_path / "a") == head + b"rest"
+    assert image_bytes(tmp_path / "a") == head + b"rest"
 
 
 async def test_named_file_that_is_not_a_photo_is_not_sent(client: Any, server: Any, tmp_path: Any) -> None:
@@ -281,7 +292,7 @@ def test_cell_is_sent_only_if_it_is_a_photo(run: Any, photos: Any, tmp_path: Any
     assert done.exit_code == 0, done.output
     assert sent == [PHOTO]
     errors = [row["error_message"] for row in pq.read_table(tmp_path / "out" / "results").to_pylist()]
-    assert sum(_local.NOT_A_PHOTO in (error or "") for error in errors) == 1
+    assert sum(NOT_A_PHOTO in (error or "") for error in errors) == 1
 
 
 def test_text_in_a_table_is_never_a_photo(photos: Path) -> None:
@@ -369,7 +380,7 @@ def test_huge_file_is_not_read(run: Any, photos: Any, tmp_path: Any, sent: Any, 
 
 @pytest.mark.parametrize("job", [(), ("--resume",)])
 def test_photo_has_a_limit(run: Any, photos: Any, tmp_path: Any, sent: Any, job: Any) -> None:
-    os.truncate(photos / "cat.jpg", _local.MAX_PHOTO_BYTES + 1)
+    os.truncate(photos / "cat.jpg", MAX_PHOTO_BYTES + 1)
 
     done = run("explain", photos / "cat.jpg", "-o", tmp_path / "out", *job)
 
@@ -392,10 +403,10 @@ class Endless:
 def test_no_more_than_the_limit_is_read_of_a_file_of_unknown_size() -> None:
     source = Endless()
 
-    with pytest.raises(_local.TooLarge):
-        _local.read_photo(source, 0, 1000)
+    with pytest.raises(TooLarge):
+        read_photo(source, 0, 1000)
     with pytest.raises(OSError, match="more than 1,000 bytes"):
-        _local.read_within(source, 1000, "it")
+        read_within(source, 1000, "it")
     assert source.asked < 2100
 
 
@@ -403,9 +414,9 @@ def test_large_photos_of_a_job_are_read_only_in_their_turn() -> None:
     read: list[str] = []
 
     class Large:
-        def read(self, key: str, limit: int = _local.MAX_PHOTO_BYTES) -> bytes:
-            if limit < _local.MAX_PHOTO_BYTES:
-                raise _local.TooLarge("more than 16 MiB")
+        def read(self, key: str, limit: int = MAX_PHOTO_BYTES) -> bytes:
+            if limit < MAX_PHOTO_BYTES:
+                raise TooLarge("more than 16 MiB")
             read.append(key)
             return PHOTO
 
@@ -420,11 +431,11 @@ def test_large_photos_of_a_job_are_read_only_in_their_turn() -> None:
 def test_job_file_that_is_no_job_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "job.json").write_bytes(content)
     if content == b"large":
-        os.truncate(tmp_path / "job.json", _local.MAX_TEXT_BYTES + 1)
+        os.truncate(tmp_path / "job.json", MAX_TEXT_BYTES + 1)
     spec = dataset.JobSpec({}, dataset.Outputs("jpeg", heatmaps=False, receipts=False))
 
     with pytest.raises(camserve.FailedPrecondition, match=r"is not a job|cannot read .* it has more than"):
-        dataset.open_job(dataset.Store(str(tmp_path)), spec, _codec.model(models_pb2.Model(name="m")))
+        dataset.open_job(dataset.Store(str(tmp_path)), spec, decode_model(models_pb2.Model(name="m")))
     assert (tmp_path / "job.json").read_bytes()[:5] == content[:5]
 
 

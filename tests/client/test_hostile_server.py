@@ -16,9 +16,13 @@ import pytest
 from PIL import Image
 
 import camserve
-from camserve import _codec, _picture, _regions, _stream, _tables, _transport_async, _transport_sync
-from camserve._picture import Picture
-from camserve._plots import comparison
+from camserve._codec.results import decode_result
+from camserve._show.plots import comparison
+from camserve._transport import aio, sync
+from camserve._transport.stream import MAX_PROGRESS_WAITING
+from camserve._values.picture import Picture
+from camserve._values.resampling import _interpolate, classes_onto_photo, onto_photo
+from camserve.commands import tables
 from camserve.v1 import evaluate_pb2, explain_pb2
 from client import hostile
 
@@ -182,7 +186,7 @@ def test_valid_picture_is_decoded(kind: str) -> None:
 
 
 def test_json_output_escapes_the_same_characters() -> None:
-    text = _tables.as_json({"label": EVIL})
+    text = tables.as_json({"label": EVIL})
 
     assert json.loads(text) == {"label": EVIL}
     assert not OBEYED.search(text)
@@ -257,7 +261,7 @@ def test_what_receipts_have_in_common_is_decoded_once() -> None:
     response = hostile.explained()
     response.explanations.extend(list(response.explanations) * 3)
 
-    first, *others = [each.receipt for each in _codec.result(response).explanations]
+    first, *others = [each.receipt for each in decode_result(response).explanations]
 
     assert len(others) == 3
     for name in ("model", "digest", "versions", "texts", "interventions"):
@@ -270,7 +274,7 @@ def test_image_of_a_similarity_is_encoded_once_for_all_receipts() -> None:
     response.explanations.extend(list(response.explanations))
     asked = explain_pb2.Target(similarity=explain_pb2.Similarity(image=JPEG))
 
-    first, second = [each.receipt.target for each in _codec.result(response, [asked]).explanations]
+    first, second = [each.receipt.target for each in decode_result(response, [asked]).explanations]
 
     assert first is second
     assert first["similarity"]["image"]
@@ -278,17 +282,17 @@ def test_image_of_a_similarity_is_encoded_once_for_all_receipts() -> None:
 
 def test_long_row_of_cells_is_resampled_across_first(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    interpolate = _picture._interpolate
+    interpolate = _interpolate
 
     def recorded(*arguments: Any) -> Any:
         values = interpolate(*arguments)
         sizes.append(values.size)
         return values
 
-    monkeypatch.setattr(_picture, "_interpolate", recorded)
+    monkeypatch.setattr("camserve._values.resampling._interpolate", recorded)
     photo = camserve.Photo(6, 4, camserve.Box(0, 0, 6, 4))
 
-    resampled = _picture.onto_photo(np.arange(6000, dtype=np.float32)[None], photo)
+    resampled = onto_photo(np.arange(6000, dtype=np.float32)[None], photo)
 
     assert max(sizes) == resampled.size
     assert resampled[0].tolist() == resampled[3].tolist() == [499.5 + 1000 * column for column in range(6)]
@@ -297,21 +301,21 @@ def test_long_row_of_cells_is_resampled_across_first(monkeypatch: pytest.MonkeyP
 def test_photo_may_have_as_many_pixels_as_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 12)
 
-    assert _codec.result(hostile.photo(3, 4)).photo.width == 3
+    assert decode_result(hostile.photo(3, 4)).photo.width == 3
     with pytest.raises(camserve.Internal, match="a photo of 13 x 1 pixels; the limit is 12"):
-        _codec.result(hostile.photo(13, 1))
+        decode_result(hostile.photo(13, 1))
 
 
 @pytest.mark.parametrize(("side", "characters"), [(2, 61), (9000, 8_388_609)])
 def test_long_mask_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch, side: int, characters: int) -> None:
     read: list[str] = []
-    monkeypatch.setattr(_regions, "_runs", read.append)
+    monkeypatch.setattr("camserve._codec.regions.run_lengths", read.append)
     response = hostile.photo(side, side)
     region = response.explanations.add().regions.add()
     region.mask.CopyFrom(explain_pb2.RunLengths(width=side, height=side, counts="0" * characters))
 
     with pytest.raises(camserve.Internal, match=f"a mask of {characters:,} characters"):
-        _codec.result(response)
+        decode_result(response)
     assert read == []
 
 
@@ -320,8 +324,8 @@ def test_map_of_a_part_anywhere_is_drawn_on_the_photo(edges: tuple[float, float]
     left, right = edges
     photo = camserve.Photo(6, 4, camserve.Box(left, left, right, right))
 
-    assert _picture.onto_photo(np.ones((2, 2), np.float32), photo).shape == (4, 6)
-    assert _picture.classes_onto_photo(np.ones((2, 2), np.uint16), photo).shape == (4, 6)
+    assert onto_photo(np.ones((2, 2), np.float32), photo).shape == (4, 6)
+    assert classes_onto_photo(np.ones((2, 2), np.uint16), photo).shape == (4, 6)
 
 
 async def test_replay_without_an_explanation_raises_internal(connect: Any, server: Any) -> None:
@@ -389,13 +393,13 @@ def test_thread_reads_no_more_progress_than_the_queue_has_room_for() -> None:
     def answers() -> Iterator[Any]:
         for number in range(100):
             waiting.append(events.qsize())
-            if number == _stream.MAX_PROGRESS_WAITING:
+            if number == MAX_PROGRESS_WAITING:
                 is_full.set()
             yield explain_pb2.ExplainStreamResponse(request_id="unknown", response=hostile.explained())
             yield progress(number)
 
-    stream = _transport_sync._Stream(Any, answers(), queue.SimpleQueue(), awaited={"open"})  # type: ignore[arg-type]
-    reader = threading.Thread(target=_transport_sync._read, args=(stream, events, nullcontext(), None))
+    stream = sync._Stream(Any, answers(), queue.SimpleQueue(), awaited={"open"})  # type: ignore[arg-type]
+    reader = threading.Thread(target=sync._read, args=(stream, events, nullcontext(), None))
     reader.start()
     is_full.wait()
     for number in range(100):
@@ -403,7 +407,7 @@ def test_thread_reads_no_more_progress_than_the_queue_has_room_for() -> None:
         stream.room.release()
     reader.join()
 
-    assert max(waiting) == _stream.MAX_PROGRESS_WAITING
+    assert max(waiting) == MAX_PROGRESS_WAITING
     assert isinstance(events.get()[1], camserve.Unavailable)
 
 
@@ -415,20 +419,20 @@ async def test_task_reads_no_more_progress_than_the_queue_has_room_for() -> None
     async def answers() -> AsyncIterator[Any]:
         for number in range(100):
             waiting.append(events.qsize())
-            if number == _stream.MAX_PROGRESS_WAITING:
+            if number == MAX_PROGRESS_WAITING:
                 is_full.set()
             yield explain_pb2.ExplainStreamResponse(request_id="unknown", response=hostile.explained())
             yield progress(number)
 
-    stream = _transport_async._Stream(Any, answers(), asyncio.Queue(), awaited={"open"})  # type: ignore[arg-type]
-    reader = asyncio.create_task(_transport_async._read(stream, events, nullcontext(), None))
+    stream = aio._Stream(Any, answers(), asyncio.Queue(), awaited={"open"})  # type: ignore[arg-type]
+    reader = asyncio.create_task(aio._read(stream, events, nullcontext(), None))
     await is_full.wait()
     for number in range(100):
         assert (await events.get())[1] == progress(number)
         stream.room.release()
     await reader
 
-    assert max(waiting) == _stream.MAX_PROGRESS_WAITING
+    assert max(waiting) == MAX_PROGRESS_WAITING
     assert isinstance(events.get_nowait()[1], camserve.Unavailable)
 
 

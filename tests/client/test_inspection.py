@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 import camserve
-from camserve import _inspection_codec
-from camserve._plots import norms
+from camserve._codec.inspection import decode_inspection
+from camserve._show.plots import norms
 from camserve.v1 import explain_pb2
 
 
@@ -191,7 +191,7 @@ def rgb(name: str) -> tuple[int, ...]:
 def test_name_of_a_megabyte_does_not_widen_every_line() -> None:
     layers = [explain_pb2.LayerReading(name="x" * 1_000_000), *[explain_pb2.LayerReading(name="y", type="t")] * 99]
 
-    lines = _inspection_codec.inspection(explain_pb2.InspectLayersResponse(layers=layers)).table().splitlines()
+    lines = decode_inspection(explain_pb2.InspectLayersResponse(layers=layers)).table().splitlines()
 
     assert len(lines) == 101
     assert lines[1].startswith("x" * 4000 + "…")
@@ -202,7 +202,7 @@ def test_more_layers_than_a_model_has_raise_internal() -> None:
     message = explain_pb2.InspectLayersResponse(layers=[explain_pb2.LayerReading()] * 100_001)
 
     with pytest.raises(camserve.Internal, match="100,001 layers; the limit is 100,000"):
-        _inspection_codec.inspection(message)
+        decode_inspection(message)
 
 
 VALID = {"mean": 3, "vectors": 6, "shares": 2, "ranges": 4}  # numbers in each part

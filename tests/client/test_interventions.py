@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 import camserve
-from camserve import _codec, _interventions
+from camserve._codec.explain import explain_request
+from camserve._codec.interventions import (
+    decode_intervention,
+    encode_interventions,
+    intervention_from_json,
+    intervention_to_json,
+)
+from camserve._codec.results import decode_result
 from camserve.v1 import explain_pb2
 
 EVERY = [
@@ -34,11 +41,11 @@ EVERY = [
 
 @pytest.mark.parametrize(("intervention", "fields", "text"), EVERY, ids=[text for *_, text in EVERY])
 def test_intervention_survives_the_wire_receipts_and_its_own_text(intervention: Any, fields: Any, text: str) -> None:
-    (message,) = _interventions.encode([intervention])
+    (message,) = encode_interventions([intervention])
 
     assert message == explain_pb2.Intervention(layer="a", **fields)
-    assert _interventions.decode(message) == intervention
-    assert _interventions.from_json(json.loads(json.dumps(_interventions.to_json(intervention)))) == intervention
+    assert decode_intervention(message) == intervention
+    assert intervention_from_json(json.loads(json.dumps(intervention_to_json(intervention)))) == intervention
     assert repr(intervention) == text
     assert eval(text, vars(camserve)) == intervention  # noqa: S307 -- the test's own text
 
@@ -53,7 +60,7 @@ async def test_every_call_sends_interventions(client: Any, server: Any) -> None:
     await client.evaluate(b"\x07", **options)
 
     sent = [getattr(call.request, "explain", call.request).interventions for call in server.calls]
-    assert [list(each) for each in sent] == [_interventions.encode(changes)] * 5
+    assert [list(each) for each in sent] == [encode_interventions(changes)] * 5
 
 
 @pytest.mark.parametrize(
@@ -82,7 +89,7 @@ def test_value_of_a_wrong_type_is_refused_before_it_is_sent(make: Any, words: st
 
 
 def request(interventions: Any) -> Any:
-    return _codec.explain_request(interventions=interventions)
+    return explain_request(interventions=interventions)
 
 
 def test_result_has_the_predictions_of_both_models_and_the_receipt() -> None:
@@ -94,7 +101,7 @@ def test_result_has_the_predictions_of_both_models_and_the_receipt() -> None:
         explanations=[explain_pb2.Explanation(layer="a", resolved_target=explain_pb2.Target(class_index=0))],
         receipt=receipt,
     )
-    result = _codec.result(response)
+    result = decode_result(response)
 
     assert [each.label for each in (*result.predictions, *result.unchanged_predictions)] == ["tabby", "tiger cat"]
     assert result.explanations[0].receipt.interventions == (camserve.scale("a", 0.1),)
@@ -105,11 +112,11 @@ def test_more_unchanged_predictions_than_can_be_requested_are_refused() -> None:
     response = explain_pb2.ExplainResponse(unchanged_predictions=[explain_pb2.Prediction()] * 1001)
 
     with pytest.raises(camserve.Internal):
-        _codec.result(response)
+        decode_result(response)
 
 
 def test_change_of_a_newer_server_is_read() -> None:
-    assert _interventions.decode(explain_pb2.Intervention(layer="a")) == camserve.Intervention("", "a")
+    assert decode_intervention(explain_pb2.Intervention(layer="a")) == camserve.Intervention("", "a")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +167,7 @@ def test_command_line_reads_every_change(run: Any, server: Any, tmp_path: Any) -
     assert done.exit_code == 0, done.output
 
     sent = [getattr(call.request, "explain", call.request).interventions for call in server.calls]
-    assert [list(each) for each in sent] == [_interventions.encode(texts.values())] * 3
+    assert [list(each) for each in sent] == [encode_interventions(texts.values())] * 3
 
 
 def test_explain_prints_both_predictions(run: Any, server: Any, tmp_path: Any) -> None:

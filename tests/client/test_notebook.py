@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 import camserve
-from camserve import _codec
-from camserve._photo_source import SIDE, PhotoSource
+from camserve._codec.images import image_bytes
+from camserve._values.photo_source import SIDE, PhotoSource
 
 if TYPE_CHECKING:
     import pathlib
@@ -46,7 +46,7 @@ def result(photo: pathlib.Path) -> Callable[..., camserve.Result]:
     """Function that returns a result with maps of the photo."""
 
     def make(image: object = photo, count: int = 4, **changes: Any) -> camserve.Result:
-        digest = hashlib.sha256(_codec.image_bytes(image)).hexdigest()
+        digest = hashlib.sha256(image_bytes(image)).hexdigest()
         geometry = camserve.Photo(800, 600, camserve.Box(100, 0, 700, 600))
         target = camserve.Prediction("tabby", 0.5, 281, 3.0)
         texts = dict.fromkeys(("model", "source", "weights", "digest", "precision", "device", "input_sha256"), "")
@@ -64,7 +64,7 @@ def result(photo: pathlib.Path) -> Callable[..., camserve.Result]:
         explanation = replace(explanation, **changes)
         return camserve.Result(
             (target,), (explanation,) * count, "tiny", "r", geometry, camserve.Timing(0, 0, 0, 0, 1),
-            source=PhotoSource(image, _codec.image_bytes),
+            source=PhotoSource(image, image_bytes),
         )  # fmt: skip
 
     return make
@@ -175,7 +175,7 @@ def test_photo_is_shown_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # rotated by 90 degrees
     data = file_of(Image.new("RGB", (40, 20)), exif=exif)
-    thumbnail = PhotoSource(data, _codec.image_bytes).thumbnail(hashlib.sha256(data).hexdigest())
+    thumbnail = PhotoSource(data, image_bytes).thumbnail(hashlib.sha256(data).hexdigest())
 
     assert thumbnail is not None
     with Image.open(io.BytesIO(thumbnail)) as image:

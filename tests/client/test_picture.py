@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from camserve._picture import Box, Photo, classes_onto_photo, onto_photo
+from camserve._values.picture import Box, Photo
+from camserve._values.resampling import classes_onto_photo, onto_photo
 
 NAN = np.nan
 

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import camserve
-from camserve import _local, dataset
+from camserve import dataset
+from camserve._core.files import TooLarge
 from camserve.dataset import parquet
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def test_photo_that_is_too_large_at_first_is_read_with_a_higher_limit(tmp_path: 
     photos = dataset.Photos([str(tmp_path / "a.parquet")])
 
     for key in photos:
-        with pytest.raises(_local.TooLarge):
+        with pytest.raises(TooLarge):
             photos.read(key, 50)
         assert photos.read(key) == PHOTO + bytes(99)
 

@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 import camserve
-from camserve import _codec, _local, _replay
+from camserve._codec.receipts import replay_request
+from camserve._codec.results import decode_result
+from camserve._core.files import MAX_TEXT_BYTES
+from camserve._values.replay import compare_with_receipt
 from camserve.v1 import explain_pb2
 
 if TYPE_CHECKING:
@@ -68,7 +71,7 @@ def explained(receipt: camserve.Receipt) -> camserve.Explanation:
 
 
 def compared(receipt: camserve.Receipt, **changes: Any) -> camserve.Replay:
-    return _replay.compare(receipt, explained(replace(receipt, **changes)))
+    return compare_with_receipt(receipt, explained(replace(receipt, **changes)))
 
 
 def test_receipt_is_unchanged_after_saving_and_loading(receipt: camserve.Receipt, tmp_path: pathlib.Path) -> None:
@@ -197,7 +200,7 @@ def test_file_that_cannot_be_read_is_named(path: str) -> None:
 
 def test_large_file_and_a_pipe_are_not_read_as_a_receipt(tmp_path: pathlib.Path) -> None:
     (tmp_path / "large").write_text("{")
-    os.truncate(tmp_path / "large", _local.MAX_TEXT_BYTES + 1)
+    os.truncate(tmp_path / "large", MAX_TEXT_BYTES + 1)
     os.mkfifo(tmp_path / "pipe")
 
     for name, words in {"large": "it has more than 67,108,864 bytes", "pipe": "not a regular file"}.items():
@@ -212,7 +215,7 @@ def test_receipt_with_an_infinite_range_of_values_is_json(receipt: camserve.Rece
 
 
 def test_replay_requests_everything_in_the_receipt(receipt: camserve.Receipt) -> None:
-    asked = _replay.request(receipt)
+    asked = replay_request(receipt)
 
     assert asked.model == "tiny"
     assert list(asked.layers) == ["a", "b"]
@@ -229,7 +232,7 @@ def test_replay_requests_everything_in_the_receipt(receipt: camserve.Receipt) ->
 @pytest.mark.parametrize("channel", [0, 7])
 def test_replay_requests_the_channel_of_the_receipt_alone(receipt: camserve.Receipt, channel: int) -> None:
     stored = replace(receipt, input_channel=channel).to_json()
-    (method,) = _replay.request(camserve.Receipt.from_json(stored)).methods
+    (method,) = replay_request(camserve.Receipt.from_json(stored)).methods
 
     assert json.loads(stored)["input_channel"] == channel
     assert (method.per_channel, list(method.input_channels)) == (True, [channel])
@@ -258,7 +261,7 @@ def test_receipt_has_the_values_of_the_response() -> None:
         model="tiny", explanations=[explanation], receipt=explain_pb2.Receipt(source="s", versions={"torch": "2"})
     )
 
-    receipt = _codec.result(response).explanations[0].receipt
+    receipt = decode_result(response).explanations[0].receipt
 
     assert (receipt.model, receipt.source, receipt.versions) == ("tiny", "s", {"torch": "2"})
     assert (receipt.layers, receipt.fusion, receipt.parameters) == (("a.b", "c"), "mean", {"n": 3.0})
@@ -271,7 +274,7 @@ def test_old_server_gives_no_receipt() -> None:
     response = explain_pb2.ExplainResponse(explanations=[explain_pb2.Explanation()])
 
     with pytest.raises(camserve.FailedPrecondition, match="does not support them"):
-        _ = _codec.result(response).explanations[0].receipt
+        _ = decode_result(response).explanations[0].receipt
 
 
 async def test_receipt_of_a_similarity_has_the_reference_image(client: Any, server: Any) -> None:

@@ -11,7 +11,8 @@ import pytest
 from pycocotools import mask as coco
 
 import camserve
-from camserve import _codec, _regions
+from camserve._codec.results import decode_result
+from camserve._values.regions import run_lengths
 from camserve.v1 import explain_pb2
 from client import hostile
 
@@ -24,7 +25,7 @@ def decoded(message: explain_pb2.Region, height: int = 4, width: int = 6) -> cam
         photo=explain_pb2.Photo(height=height, width=width),
         explanations=[explain_pb2.Explanation(scale=2.5, regions=[message])],
     )
-    (region,) = _codec.result(response).explanations[0].regions
+    (region,) = decode_result(response).explanations[0].regions
     return region
 
 
@@ -73,7 +74,7 @@ def test_runs_of_a_large_photo_equal_those_of_pycocotools() -> None:
 
     counts = coco.frPyObjects({"size": size, "counts": runs}, *size)["counts"].decode()
 
-    np.testing.assert_array_equal(_regions._runs(counts), runs)
+    np.testing.assert_array_equal(run_lengths(counts), runs)
 
 
 def test_region_has_the_values_of_the_message() -> None:
@@ -135,7 +136,7 @@ def test_scale_and_class_map_are_decoded() -> None:
         class_map=explain_pb2.ClassMap(height=1, width=3, data=classes.astype("<u2").tobytes()),
     )
 
-    result = _codec.result(response)
+    result = decode_result(response)
 
     assert [explanation.scale for explanation in result.explanations] == [2.5, 0]
     assert result.class_map is not None
@@ -145,7 +146,7 @@ def test_scale_and_class_map_are_decoded() -> None:
 
 
 def test_result_without_a_class_map_names_the_option() -> None:
-    result = _codec.result(explain_pb2.ExplainResponse())
+    result = decode_result(explain_pb2.ExplainResponse())
 
     assert result.class_map is None
     with pytest.raises(camserve.FailedPrecondition, match="class_map=True"):

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 import camserve
-from camserve import _errors
-from camserve._retry import CallAttempts, StreamAttempts
+from camserve._transport.errors import to_readable
+from camserve._transport.retry import CallAttempts, StreamAttempts
 
 BUSY = camserve.Unavailable("busy")
 
 
 @pytest.fixture(autouse=True)
 def _stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("camserve._retry.time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr("camserve._transport.retry.time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 def test_pauses_double_up_to_the_longest_and_vary_by_a_half() -> None:
@@ -83,10 +83,8 @@ def test_retries_of_a_starting_server_do_not_count() -> None:
 
 def test_call_raises_the_error_of_the_try_that_tells_more() -> None:
     failed = "failed to connect to all addresses; last error: UNAVAILABLE: {}"
-    closed = camserve.Unavailable(_errors.to_readable(failed.format("ipv4:127.0.0.1:1: Socket closed"), "localhost:1"))
-    refused = camserve.Unavailable(
-        _errors.to_readable(failed.format("ipv6:%5B::1%5D:1: Connection refused"), "localhost:1")
-    )
+    closed = camserve.Unavailable(to_readable(failed.format("ipv4:127.0.0.1:1: Socket closed"), "localhost:1"))
+    refused = camserve.Unavailable(to_readable(failed.format("ipv6:%5B::1%5D:1: Connection refused"), "localhost:1"))
     attempts, stream = CallAttempts(camserve.Retry(attempts=1), 60), StreamAttempts(camserve.Retry(attempts=1), 60)
 
     assert (attempts.pause(closed) is None, attempts.pause(refused)) == (False, None)

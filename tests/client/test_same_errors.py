@@ -84,8 +84,8 @@ async def test_client_closed_during_a_pause_sends_nothing(
     async def close(_seconds: float) -> None:
         await client.close()
 
-    monkeypatch.setattr("camserve._transport_sync.sleep", lambda _seconds: client.client.close())
-    monkeypatch.setattr("camserve._transport_async.sleep", close)
+    monkeypatch.setattr("camserve._transport.sync.sleep", lambda _seconds: client.client.close())
+    monkeypatch.setattr("camserve._transport.aio.sleep", close)
 
     with pytest.raises(camserve.FailedPrecondition) as caught:
         await client.explain(b"1")

@@ -10,7 +10,9 @@ import grpc
 import pytest
 
 import camserve
-from camserve import _retry, _stream
+from camserve._transport import retry as transport_retry
+from camserve._transport import stream
+from camserve._transport.stream import END, InFlightWindow, StreamBreak, prepare_request
 from camserve.v1 import explain_pb2
 
 QUESTION = explain_pb2.ExplainRequest()
@@ -20,29 +22,29 @@ QUESTION = explain_pb2.ExplainRequest()
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The window's clock, which stands still."""
     seconds = [1000.0]
-    monkeypatch.setattr(_stream, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
-    monkeypatch.setattr(_retry, "time", _stream.time)
+    monkeypatch.setattr(stream, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    monkeypatch.setattr(transport_retry, "time", stream.time)
     return seconds
 
 
-def window(limit: int = 4, **retry: Any) -> _stream.InFlightWindow:
-    return _stream.InFlightWindow(limit, camserve.Retry(**retry), timeout=60, on_error="return")
+def window(limit: int = 4, **retry: Any) -> InFlightWindow:
+    return InFlightWindow(limit, camserve.Retry(**retry), timeout=60, on_error="return")
 
 
-def send(sending: _stream.InFlightWindow, count: int) -> list[str]:
+def send(sending: InFlightWindow, count: int) -> list[str]:
     """Add images and mark their requests as sent; return the request ids."""
     for number in range(count):
-        sending.add(_stream.prepare_request(QUESTION, bytes([number + 1])))
+        sending.add(prepare_request(QUESTION, bytes([number + 1])))
     return due_ids(sending)
 
 
-def due_ids(sending: _stream.InFlightWindow) -> list[str]:
+def due_ids(sending: InFlightWindow) -> list[str]:
     return [request.request_id for request in sending.take_due()]
 
 
-def end_stream(sending: _stream.InFlightWindow, error: camserve.CamserveError) -> None:
+def end_stream(sending: InFlightWindow, error: camserve.CamserveError) -> None:
     """End the only stream, on which every request in flight was sent."""
-    sending.handle(_stream.StreamBreak(error, frozenset(sending._slots)))
+    sending.handle(StreamBreak(error, frozenset(sending._slots)))
 
 
 def response(request_id: str) -> explain_pb2.ExplainStreamResponse:
@@ -51,23 +53,23 @@ def response(request_id: str) -> explain_pb2.ExplainStreamResponse:
     )
 
 
-def finished_ids(sending: _stream.InFlightWindow) -> list[str]:
+def finished_ids(sending: InFlightWindow) -> list[str]:
     return [outcome.request_id for outcome in sending.pop_finished() if isinstance(outcome, camserve.Result)]
 
 
 def test_window_has_no_room_while_its_requests_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_stream, "MAX_WINDOW_BYTES", 2000)
+    monkeypatch.setattr(stream, "MAX_WINDOW_BYTES", 2000)
     sending = window()
     rooms = []
     for _ in range(2):
-        sending.add(_stream.prepare_request(QUESTION, bytes(1000)))
+        sending.add(prepare_request(QUESTION, bytes(1000)))
         rooms.append(sending.has_room)
     first, _ = due_ids(sending)
     sending.handle(response(first))
 
     assert rooms == [True, False]
     assert sending.has_room
-    sending.add(_stream.prepare_request(QUESTION, bytes(5000)))  # one larger than the limit is read
+    sending.add(prepare_request(QUESTION, bytes(5000)))  # one larger than the limit is read
     assert not sending.has_room
 
 
@@ -88,7 +90,7 @@ def test_window_has_room_below_its_limit() -> None:
 def test_window_is_done_after_the_last_result_is_yielded() -> None:
     sending = window()
     (only,) = send(sending, 1)
-    sending.add(_stream.prepare_request(QUESTION, _stream.END))
+    sending.add(prepare_request(QUESTION, END))
     assert not sending.has_room
     assert not sending.done
 
@@ -116,7 +118,7 @@ def test_wait_covers_the_timeouts_of_all_images_in_flight() -> None:
 
 
 def test_wait_without_a_timeout_is_one_hour() -> None:
-    sending = _stream.InFlightWindow(1, camserve.Retry(), timeout=math.inf, on_error="return")
+    sending = InFlightWindow(1, camserve.Retry(), timeout=math.inf, on_error="return")
     send(sending, 1)
 
     assert sending.seconds_to_wait() == 3600
@@ -264,7 +266,7 @@ def test_only_requests_of_the_stream_that_ended_are_sent_again() -> None:
     sending = window(first=0)
     first, second, third = send(sending, 3)
 
-    sending.handle(_stream.StreamBreak(camserve.Unavailable("gone"), frozenset({second})))
+    sending.handle(StreamBreak(camserve.Unavailable("gone"), frozenset({second})))
 
     assert due_ids(sending) == [second]
     for request_id in (first, second, third):
@@ -279,7 +281,7 @@ def test_image_that_crashes_every_process_is_not_sent_forever() -> None:
     breaks = 0
     while not (outcomes := list(sending.pop_finished())):
         sending.handle(response(send(sending, 1)[0]))
-        sending.handle(_stream.StreamBreak(camserve.Unavailable("gone"), frozenset({culprit})))
+        sending.handle(StreamBreak(camserve.Unavailable("gone"), frozenset({culprit})))
         breaks += 1
         assert due_ids(sending) in ([culprit], [])
 

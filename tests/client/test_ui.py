@@ -7,6 +7,7 @@ import signal
 import stat
 import sys
 import threading
+import webbrowser
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -17,8 +18,8 @@ import pytest
 import camserve
 import fork_server
 from api.running_server import item, request, write_nets
-from camserve import _ui, assets, connect
 from camserve.v1 import explain_pb2
+from camserve.web import assets, browser, connect, proxy
 from camserve_server.api import auth, tokens
 from http_calls import EXPLAIN, LIST, STREAM, body_of, exchange, head, lines_of, post, statuses
 from http_calls import connect as connect_to
@@ -40,7 +41,7 @@ def model(tmp_path_factory):
 @contextmanager
 def page_of(address, **access):
     """Serve the page for a server, in a thread."""
-    with camserve.Client(address, **access) as client, _ui.PageServer(client, 0) as page:
+    with camserve.Client(address, **access) as client, proxy.PageServer(client, 0) as page:
         thread = threading.Thread(target=page.serve_forever, args=(0.01,))
         thread.start()
         yield page
@@ -202,9 +203,9 @@ def test_browser_is_opened_by_a_file_of_the_user_without_the_key(monkeypatch, se
         opened.append((address, file, stat.S_IMODE(file.parent.stat().st_mode), file.read_text()))
 
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(_ui.webbrowser, "open", open_browser)
-    with camserve.Client(served.address) as client, _ui.PageServer(client, 0) as page:
-        opening = threading.Thread(target=_ui._open_browser, args=(page,))
+    monkeypatch.setattr(webbrowser, "open", open_browser)
+    with camserve.Client(served.address) as client, proxy.PageServer(client, 0) as page:
+        opening = threading.Thread(target=browser._open_browser, args=(page,))
         opening.start()
         wait_until(lambda: opened)
         serving_page = threading.Thread(target=page.serve_forever, args=(0.01,))
@@ -222,11 +223,11 @@ def test_browser_is_opened_by_a_file_of_the_user_without_the_key(monkeypatch, se
 
 def test_browser_is_opened_unless_it_is_not_wanted(monkeypatch, served):
     opened = []
-    monkeypatch.setattr(_ui, "_open_browser", opened.append)
-    monkeypatch.setattr(_ui.PageServer, "serve_forever", lambda _self: wait_until(lambda: opened))
+    monkeypatch.setattr(browser, "_open_browser", opened.append)
+    monkeypatch.setattr(proxy.PageServer, "serve_forever", lambda _self: wait_until(lambda: opened))
     with camserve.Client(served.address) as client:
         for wanted in (True, False):
-            _ui.run(client, 0, open_browser=wanted)
+            browser.run(client, 0, open_browser=wanted)
 
     assert len(opened) == 1
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/key-[\w-]{43}/", opened[0].url)

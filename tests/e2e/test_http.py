@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import fork_server
-from camserve import connect
+from camserve.web import connect
 from http_calls import EXPLAIN, STREAM, head, post, read_all, request
 from http_calls import connect as connect_to
 from robustness.authority import Authority

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import threading
+import webbrowser
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from playwright.sync_api import sync_playwright
 
 import camserve
 import needs
-from camserve import _ui
+from camserve.commands.ui import _open_browser
+from camserve.web import proxy as web_proxy
 from camserve_server.api import auth, tokens
 from coloured import painted
 from robustness import nets
@@ -977,9 +979,9 @@ def test_link_with_an_object_in_place_of_a_name_shows_none(opened):
 
 def test_command_opens_the_page_and_its_key_is_in_nothing_that_is_shared(chromium, served, monkeypatch):
     opened = []
-    monkeypatch.setattr(_ui.webbrowser, "open", opened.append)
-    with camserve.Client(served.address) as client, _ui.PageServer(client, 0) as proxy:
-        tasks = (proxy.serve_forever, partial(_ui._open_browser, proxy))
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    with camserve.Client(served.address) as client, web_proxy.PageServer(client, 0) as proxy:
+        tasks = (proxy.serve_forever, partial(_open_browser, proxy))
         threads = [threading.Thread(target=task) for task in tasks]
         for thread in threads:
             thread.start()

@@ -26,7 +26,7 @@ import fork_server
 import http_calls
 import needs
 from balancer import PROCESSES, balancer
-from camserve import connect
+from camserve.web import connect
 from server_process import server_process
 from support import PHOTOS, TINY, children, wait_until
 

@@ -16,7 +16,7 @@ from skimage import measure
 from torch import nn
 
 import camserve
-from camserve._picture import onto_photo
+from camserve._values.resampling import onto_photo
 from camserve_server import Explainer
 from support import PHOTOS
 

@@ -17,8 +17,10 @@ import h11
 import pytest
 from google.protobuf import json_format
 
-from camserve import connect
+from camserve._codec.json_messages import InvalidJson, _unique, from_json
+from camserve._codec.protocol import RPCS, message_class
 from camserve.v1 import explain_pb2
+from camserve.web import connect
 from camserve_server.api import deserialization, tokens
 from camserve_server.api.http import forms, protocol
 from http_calls import EXPLAIN, JSON, LIST, STREAM, body_of, exchange, head, post, request, statuses
@@ -64,7 +66,7 @@ def port(served):
 @pytest.fixture
 def parsed(monkeypatch):
     """The sizes of the JSON messages that are parsed."""
-    sizes, parse = [], connect.from_json
+    sizes, parse = [], from_json
     monkeypatch.setattr(connect, "from_json", lambda data, message: sizes.append(len(data)) or parse(data, message))
     return sizes
 
@@ -140,8 +142,8 @@ class ComparedName(str):
 def test_repeated_name_is_found_without_comparing_all_names_with_each_other(monkeypatch):
     monkeypatch.setattr(ComparedName, "compared", [])
     names = [ComparedName(f"name {number}") for number in range(2000)]
-    with pytest.raises(connect.InvalidJson, match='"name 1999" is given twice'):
-        connect._unique([(name, 0) for name in [*names, ComparedName("name 1999")]])
+    with pytest.raises(InvalidJson, match='"name 1999" is given twice'):
+        _unique([(name, 0) for name in [*names, ComparedName("name 1999")]])
 
     assert len(ComparedName.compared) <= 2 * len(names)
 
@@ -208,7 +210,7 @@ def test_json_message_takes_no_more_memory_than_estimated(count):
     body = json.dumps({"layers": [""] * count}).encode()
     estimate = forms.count_json(body, {}, deserialization.MAX_FIELDS)
 
-    assert estimate >= connect.from_json(body, explain_pb2.ExplainRequest()).ByteSize() + 158 * count
+    assert estimate >= from_json(body, explain_pb2.ExplainRequest()).ByteSize() + 158 * count
 
 
 def test_headers_have_a_limit(port):
@@ -446,9 +448,9 @@ REFUSALS = {400, 403, 404, 405, 413, 415, 429, 431, 501}
 
 def valid_posts():
     """Return the path and the JSON of valid messages."""
-    paths = {rpc.name: path for path, rpc in connect.RPCS.items()}
+    paths = {rpc.name: path for path, rpc in RPCS.items()}
     valid = [(paths[rpc], data) for rpc, data in mutations.requests() if rpc in paths]
-    messages = [(path, connect.message_class(connect.RPCS[path].input_type).FromString(data)) for path, data in valid]
+    messages = [(path, message_class(RPCS[path].input_type).FromString(data)) for path, data in valid]
     return [(path, body_of(message)) for path, message in messages]
 
 

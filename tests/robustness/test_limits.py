@@ -7,8 +7,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from camserve import connect
 from camserve.v1 import explain_pb2, models_pb2
+from camserve.web import connect
 from camserve_server import scheduling
 from camserve_server.api import connection_limits, deserialization, health
 from camserve_server.api.codec.checks import MAX_SIDE

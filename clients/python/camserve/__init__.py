@@ -12,12 +12,9 @@
 ``AsyncClient`` has the same methods as coroutines.
 """
 
-from camserve import _show
-from camserve._access import AccessOptions
+import camserve._show  # noqa: F401 # pyright: ignore[reportUnusedImport]  # it registers how values are shown
 from camserve._async.client import AsyncClient
-from camserve._codec import ExplainOptions, ImageItem, ImageLike, ImageWithOptions, MethodLike
-from camserve._comparison import Comparison, ResultComparison
-from camserve._errors import (
+from camserve._core.errors import (
     CamserveError,
     Cancelled,
     DeadlineExceeded,
@@ -30,19 +27,32 @@ from camserve._errors import (
     Unauthenticated,
     Unavailable,
 )
-from camserve._evaluation import Curve, Evaluation, Metric, MetricInfo, Reading
-from camserve._inspection import Channel, FeatureBasis, Features, Inspection, LayerReading, Statistics
-from camserve._inspection_codec import FeaturesOptions, InspectOptions
-from camserve._interventions import Intervention, clamp, clip_gradient, replace_mean, scale, silence
-from camserve._metrics import MetricLike
-from camserve._picture import Box, Photo, Picture
-from camserve._receipts import Receipt
-from camserve._regions import Region, RunLengths
-from camserve._replay import Check, Replay
-from camserve._result import Explanation, Result, Timing, Verdict
-from camserve._retry import Retry
 from camserve._sync.client import Client
-from camserve._targets import (
+from camserve._transport.access import AccessOptions
+from camserve._transport.retry import Retry
+from camserve._values.comparison import Comparison
+from camserve._values.evaluation import Curve, Evaluation, Metric, MetricInfo, MetricLike, Reading
+from camserve._values.inspection import Channel, FeatureBasis, Features, Inspection, LayerReading, Statistics
+from camserve._values.interventions import Intervention, clamp, clip_gradient, replace_mean, scale, silence
+from camserve._values.methods import Cost, Method, MethodInfo, ParameterInfo
+from camserve._values.models import Health, Layer, Model, ModelState
+from camserve._values.options import (
+    ExplainOptions,
+    FeaturesOptions,
+    ImageItem,
+    ImageLike,
+    ImageWithOptions,
+    InspectOptions,
+    MethodLike,
+)
+from camserve._values.picture import Box, Photo, Picture
+from camserve._values.prediction import Prediction
+from camserve._values.receipt import Receipt
+from camserve._values.regions import Region, RegionOptions, RegionsLike, RunLengths
+from camserve._values.replay import Check, Replay
+from camserve._values.result import Explanation, Result
+from camserve._values.result_comparison import ResultComparison
+from camserve._values.targets import (
     BoxLike,
     ClassLike,
     Contrast,
@@ -63,19 +73,8 @@ from camserve._targets import (
     similarity,
     text,
 )
-from camserve._values import (
-    Cost,
-    Health,
-    Layer,
-    Method,
-    MethodInfo,
-    Model,
-    ModelState,
-    ParameterInfo,
-    Prediction,
-    RegionOptions,
-    RegionsLike,
-)
+from camserve._values.timing import Timing
+from camserve._values.verdict import Verdict
 
 __all__ = [
     "AccessOptions",

@@ -22,19 +22,19 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from camserve._errors import CamserveError
+from camserve._core.errors import CamserveError
+from camserve._core.text import brief
 from camserve.diff import calibration, compare, lines, outputs, recording, run
 from camserve.diff.recording import Recording
 from camserve.diff.values import Change, DiffSettings
-from camserve.terminal import brief
 
 if TYPE_CHECKING:
     from pathlib import Path
     from typing import Unpack
 
-    from camserve._codec import ExplainOptions, ImageLike
-    from camserve._result import Result
     from camserve._sync.client import Client
+    from camserve._values.options import ExplainOptions, ImageLike
+    from camserve._values.result import Result
     from camserve.diff.values import Case
 
 FOLDER: Final = "__explanations__"

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from grpc import StatusCode
 
-from camserve import connect
-from camserve._errors import STATUS as EXCEPTIONS
-from camserve._retry import RETRYABLE
+from camserve._core.errors import STATUS as EXCEPTIONS
+from camserve._transport.retry import RETRYABLE
+from camserve.web import connect
 from camserve_server.api.statuses import STATUS
 from camserve_server.jobs.verdict import Verdict
 from camserve_server.telemetry.prometheus import SHED_REASONS

@@ -13,8 +13,10 @@ from google.rpc import status_pb2
 
 from api.running_server import PHOTO
 from api.running_server import request as explain_request
-from camserve import connect
+from camserve._codec.json_messages import to_json
+from camserve._codec.protocol import IMAGE_FORMATS, RPCS, code_name, message_class
 from camserve.v1 import evaluate_pb2, explain_pb2, models_pb2
+from camserve.web import connect
 from camserve_server.api import auth, tokens
 from http_calls import EXPLAIN, JSON, LIST, post, request
 from support import PHOTOS, rows_waiting, wait_until
@@ -38,12 +40,12 @@ REQUESTS = {
     "/camserve.v1.ModelService/UnloadModel": models_pb2.UnloadModelRequest(name="tiny"),
 }
 """A request of every unary RPC. The last one leaves no model, so the test of all of them loads it again."""
-UNARY = [path for path, rpc in connect.RPCS.items() if not rpc.server_streaming]
+UNARY = [path for path, rpc in RPCS.items() if not rpc.server_streaming]
 
 
 def call_grpc(channel, path, message):
-    rpc = connect.RPCS[path]
-    reply = connect.message_class(rpc.output_type)
+    rpc = RPCS[path]
+    reply = message_class(rpc.output_type)
     return channel.unary_unary(path)(message.SerializeToString(), timeout=60), reply
 
 
@@ -88,7 +90,7 @@ def test_json_of_a_large_reply_is_made_value_by_value(monkeypatch):
         reply.explanations.add().overlay.data = byte * 2**20
     with monkeypatch.context() as patches:
         patches.setattr(json, "dumps", None)  # which would hold the interpreter's lock for the whole reply
-        found = connect.to_json(reply)
+        found = to_json(reply)
 
     assert json_format.Parse(found, explain_pb2.ExplainResponse()) == reply
     assert "π".encode() in found
@@ -127,9 +129,9 @@ def test_json_request_may_change_what_layers_return(port, channel):
     )
 
 
-@pytest.mark.parametrize("media_type", connect.IMAGE_FORMATS)
+@pytest.mark.parametrize("media_type", IMAGE_FORMATS)
 def test_caller_that_accepts_a_picture_gets_the_overlay_itself(media_type, port, channel):
-    rendering = explain_pb2.Rendering(overlay=connect.IMAGE_FORMATS[media_type])
+    rendering = explain_pb2.Rendering(overlay=IMAGE_FORMATS[media_type])
     data, reply = call_grpc(channel, EXPLAIN, explain_request(rendering=rendering))
     response = post(port, EXPLAIN, explain_request(), accept=media_type)
 
@@ -181,7 +183,7 @@ def test_error_has_the_code_and_the_details_of_grpc(name, port, channel):
     response = post(port, path, message, x_request_id=trailers["x-request-id"])
 
     assert response.status == connect.HTTP_STATUS[caught.value.code()]
-    assert response.json["code"] == connect.code_name(caught.value.code())
+    assert response.json["code"] == code_name(caught.value.code())
     assert response.json["message"] == caught.value.details()
     expected = status_pb2.Status.FromString(trailers["grpc-status-details-bin"]).details
     found = response.json["details"]

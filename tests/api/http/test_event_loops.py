@@ -19,8 +19,8 @@ from PIL import Image
 from api.http.test_lifecycle import Running
 from api.http.test_streams import encoded
 from api.running_server import item, request
-from camserve import connect
 from camserve.v1 import explain_pb2
+from camserve.web import connect
 from camserve_server.api.http.context import StreamContext
 from camserve_server.api.http.loops import LoopThread, run_on
 from camserve_server.api.rpc import Call, ServerState

@@ -6,7 +6,8 @@ import jsonschema
 import pytest
 
 from api.http.test_calls import REQUESTS, WRONG
-from camserve import connect
+from camserve._codec.protocol import RPCS, code_name
+from camserve.web import connect
 from http_calls import STREAM, body_of, lines_of, post, request
 
 
@@ -28,8 +29,8 @@ def test_document_is_valid(document):
 
 
 def test_document_has_every_rpc_with_its_messages(document):
-    assert set(document["paths"]) == {*connect.RPCS, "/health"}
-    for path, rpc in connect.RPCS.items():
+    assert set(document["paths"]) == {*RPCS, "/health"}
+    for path, rpc in RPCS.items():
         operation = document["paths"][path]["post"]
         media = "application/x-ndjson" if rpc.server_streaming else "application/json"
         reply = operation["responses"]["200"]["content"][media]["schema"]["$ref"]
@@ -39,7 +40,7 @@ def test_document_has_every_rpc_with_its_messages(document):
 
 def test_document_has_every_field_and_every_code(document):
     schemas = document["components"]["schemas"]
-    messages = {rpc.input_type for rpc in connect.RPCS.values()} | {rpc.output_type for rpc in connect.RPCS.values()}
+    messages = {rpc.input_type for rpc in RPCS.values()} | {rpc.output_type for rpc in RPCS.values()}
     seen = set()
     while messages:
         message = messages.pop()
@@ -49,13 +50,13 @@ def test_document_has_every_field_and_every_code(document):
         values = {kind.fields_by_name["value"].message_type if kind.GetOptions().map_entry else kind for kind in inner}
         messages |= {kind for kind in values if kind} - seen
 
-    assert sorted(schemas["Error"]["properties"]["code"]["enum"]) == sorted(map(connect.code_name, connect.HTTP_STATUS))
+    assert sorted(schemas["Error"]["properties"]["code"]["enum"]) == sorted(map(code_name, connect.HTTP_STATUS))
     assert all(schema["description"] for schema in schemas.values())
 
 
 @pytest.mark.parametrize("path", [path for path in REQUESTS if not path.endswith("loadModel")])
 def test_requests_and_replies_conform_to_the_document(path, port, document):
-    rpc = connect.RPCS[path]
+    rpc = RPCS[path]
     conforms(document, rpc.input_type.full_name, json.loads(body_of(REQUESTS[path])))
     conforms(document, rpc.output_type.full_name, post(port, path, REQUESTS[path]).json)
 

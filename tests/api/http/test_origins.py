@@ -4,7 +4,7 @@ import gzip
 
 import pytest
 
-from camserve import assets, connect
+from camserve.web import assets, connect
 from camserve_server.api.hosts import Hosts
 from http_calls import EXPLAIN, LIST, exchange, head, post, request, statuses
 

@@ -8,8 +8,8 @@ import pytest
 from google.protobuf import json_format
 
 from api.running_server import item, smoothgrad
-from camserve import connect
 from camserve.v1 import explain_pb2
+from camserve.web import connect
 from camserve_server.api import auth, tokens
 from http_calls import STREAM, body_of, exchange, head, post, statuses
 from http_calls import connect as connect_to

@@ -13,7 +13,8 @@ import numpy as np
 from PIL import Image
 
 from camserve import Box, Explanation, Photo, Prediction, Receipt, Verdict
-from camserve._result import Result, Timing
+from camserve._values.result import Result
+from camserve._values.timing import Timing
 from camserve.diff.calibration import Calibration, MethodCalibration
 from camserve.diff.recording import Header
 from camserve.v1 import explain_pb2

@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 import io
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from camserve import Box, Photo, Prediction, Verdict
-from camserve._comparison import compare
+from camserve._values.comparison import Comparison, compare_explanations
 from camserve.diff.html import Pictures
 from camserve.diff.values import Answer, Case, Change, Check, Failure, Group, Interval, Report, Source
-
-if TYPE_CHECKING:
-    from camserve._comparison import Comparison
 
 WIDTH, HEIGHT = 200, 150
 WHOLE = Photo(WIDTH, HEIGHT, Box(0, 0, WIDTH, HEIGHT))
@@ -89,7 +86,7 @@ def comparison_of(photo: int, method: str) -> Comparison:
     one, two = maps(photo, method)
     verdict = Verdict.ALL_NEGATIVE if change_of(photo) is Change.VERDICT else Verdict.OK
     candidate = Side(two, 9.0 - photo / 10, replace(TABBY, probability=0.7), verdict=verdict)
-    return compare(Side(one, 9.0, TABBY), candidate)
+    return compare_explanations(Side(one, 9.0, TABBY), candidate)
 
 
 def report_of(photos: int = 10, methods: Any = METHODS, **changes: Any) -> Report:

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 import fork_server
-from camserve import Box, Prediction, _html
-from camserve._notebook import bundle
+from camserve import Box, Prediction
+from camserve._show import bundle
+from camserve._show import html as show_html
 from camserve.diff import html
 from camserve.diff.html import Pictures
 from camserve.diff.values import Failure, Group, Interval, Source
@@ -409,7 +410,7 @@ def test_report_of_nothing_is_complete(written: Any) -> None:
 def test_box_of_the_object_has_the_evidence_of_both_maps(written: Any) -> None:
     case = reports.case_of(0)
     one, two = (reports.Side(heatmap, 1.0, reports.TABBY) for heatmap in reports.maps(0, "gradcam"))
-    compared = reports.compare(one, two, Box(0, 0, 100, 150))
+    compared = reports.compare_explanations(one, two, Box(0, 0, 100, 150))
     page = written(reports.report([replace(case, comparison=compared)]))
 
     assert page.data("case-0")["box_energy"] == pytest.approx(compared.box_energy, rel=1e-4)
@@ -425,7 +426,7 @@ def undefined(script: str) -> list[str]:
     return missing
 
 
-@pytest.mark.parametrize("modules", [html._MODULES, _html._NOTEBOOK_MODULES])
+@pytest.mark.parametrize("modules", [html._MODULES, show_html._NOTEBOOK_MODULES])
 def test_script_defines_each_module_before_its_use(modules: Any) -> None:
     script = bundle.script(*modules)
 

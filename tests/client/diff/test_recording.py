@@ -30,7 +30,8 @@ from camserve import (
     segment,
     similarity,
 )
-from camserve._receipts import target_json
+from camserve._codec.explain import explain_request
+from camserve._codec.targets import target_json
 from camserve.diff import calibration, lines, recording
 from camserve.diff.recording import Header, Recording
 from client.diff.looks import DIGEST, HEADER, WHOLE, calibration_of, result_of
@@ -111,9 +112,8 @@ def test_map_of_one_odd_value_comes_back(number: float) -> None:
 
 def test_targets_are_those_of_the_first_method() -> None:
     kinds = [0, finer(1, 0, 2), segment(1, (1, 2, 3, 4)), similarity(b"\xff\xd8\xff"), mask(1, b"\x89PNG")]
-    from camserve import _codec  # noqa: PLC0415 -- only here
 
-    message = _codec.explain_request(targets=kinds)
+    message = explain_request(targets=kinds)
     resolved = [target_json(target) for target in message.targets]
     explanations = [
         replace(each, method=method, receipt_or_none=replace(each.receipt, target=target))
@@ -121,7 +121,7 @@ def test_targets_are_those_of_the_first_method() -> None:
         for target, each in zip(resolved, result_of(*[MAP] * len(resolved)).explanations, strict=True)
     ]
     found = decoded(replace(result_of(MAP), explanations=tuple(explanations)))
-    again = _codec.explain_request(targets=found.targets)
+    again = explain_request(targets=found.targets)
 
     assert list(again.targets) == list(message.targets)
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from camserve import _picture
+from camserve._values.picture import Box, Photo
+from camserve._values.resampling import onto_photo
 from camserve_server.imaging import render, scales, values
 from camserve_server.imaging.values import Rendering, Threshold
 from page.lib.maps_data import array, heatmap, signed
@@ -63,7 +64,7 @@ draw.paint(image, maps.decodeMap(heat), maps.readPhoto(photo), style, { inputSiz
 return Array.from(image.data);
 """
 PHOTO = {"width": 90, "height": 60, "seen": {"left": 15, "right": 75, "bottom": 60}}  # JSON leaves out zeros
-SEEN = _picture.Photo(90, 60, _picture.Box(15, 0, 75, 60))
+SEEN = Photo(90, 60, Box(15, 0, 75, 60))
 
 
 def painted(js, style, raw=MAPS["coarse"], size=(60, 90)):
@@ -73,7 +74,7 @@ def painted(js, style, raw=MAPS["coarse"], size=(60, 90)):
 
 def interpolated(raw):
     """Return values at the photo's pixels by the Python client, in float64."""
-    return np.nan_to_num(_picture.onto_photo(raw.astype(np.float64), SEEN))
+    return np.nan_to_num(onto_photo(raw.astype(np.float64), SEEN))
 
 
 @pytest.mark.parametrize("colormap", ["jet", "viridis", "coolwarm"])
@@ -171,9 +172,9 @@ def test_contour_lines_separate_the_bands(js):
 
 @pytest.mark.parametrize("size", [(60, 90), (33, 49), (200, 300)])
 def test_value_at_a_point_is_that_of_the_python_client(js, size):
-    photo = _picture.Photo(size[1], size[0], _picture.Box(-3.5, 2, size[1] - 7, size[0] + 4))
+    photo = Photo(size[1], size[0], Box(-3.5, 2, size[1] - 7, size[0] + 4))
     values = MAPS["wide"]
-    expected = _picture.onto_photo(values, photo)
+    expected = onto_photo(values, photo)
     box = {"left": -3.5, "top": 2, "right": size[1] - 7, "bottom": size[0] + 4}
 
     found = js(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import needs
-from camserve import assets
+from camserve.web import assets
 from page.lib.conftest import LIBRARY, NODE
 
 HERE = Path(__file__).parent

@@ -12,7 +12,10 @@ import pytest
 from google.protobuf import json_format
 
 import camserve
-from camserve import _codec, _replay
+from camserve._codec.explain import explain_request, with_image
+from camserve._codec.parameters import encode_parameter
+from camserve._codec.receipts import replay_request
+from camserve._codec.results import decode_result
 from camserve.v1 import explain_pb2
 from page.lib.maps_data import heatmap, signed
 
@@ -136,8 +139,8 @@ class FakeClient:
         pass
 
     def explain(self, image, **options):
-        request = _codec.explain_request(**options)
-        FakeClient.last = (self, _codec.with_image(request, image))
+        request = explain_request(**options)
+        FakeClient.last = (self, with_image(request, image))
         return camserve.Result((), (), "", "", None, None)
 
 
@@ -263,7 +266,7 @@ def response(
     if values is not None:
         explanation.heatmap.CopyFrom(json_format.ParseDict(heatmap(values), explain_pb2.Heatmap()))
     for name, value in parameters:
-        explanation.parameters[name].CopyFrom(_codec.parameter(name, value))
+        explanation.parameters[name].CopyFrom(encode_parameter(name, value))
     receipt = explain_pb2.Receipt(
         source="timm:tiny",
         weights="default",
@@ -297,7 +300,7 @@ RESPONSES = [
 
 @pytest.mark.parametrize("index", range(len(RESPONSES)))
 def test_receipt_is_that_of_the_python_client(js, index):
-    expected = _codec.result(RESPONSES[index]).explanations[0].receipt
+    expected = decode_result(RESPONSES[index]).explanations[0].receipt
     found = js("return receipt.receiptText(reply, 0)", reply=json_format.MessageToDict(RESPONSES[index]))
 
     assert json.loads(found) == json.loads(expected.to_json())
@@ -315,7 +318,7 @@ def test_receipt_has_the_file_of_the_requests_target(js, kind):
     reply = response(target=resolved)
     reply.explanations.insert(0, reply.explanations[0])
     targets = [json_format.ParseDict(target, explain_pb2.Target()) for target in requested]
-    expected = _codec.result(reply, targets).explanations[1].receipt.to_json()
+    expected = decode_result(reply, targets).explanations[1].receipt.to_json()
 
     found = js(
         "return receipt.receiptText(reply, 1, { targets })", reply=json_format.MessageToDict(reply), targets=requested
@@ -330,8 +333,8 @@ def test_response_without_a_receipt_has_none(js):
 
 @pytest.mark.parametrize("index", range(len(RESPONSES)))
 def test_receipt_becomes_the_request_of_the_python_client(js, index):
-    stored = _codec.result(RESPONSES[index]).explanations[0].receipt
-    expected = _replay.request(camserve.Receipt.from_json(stored.to_json()))
+    stored = decode_result(RESPONSES[index]).explanations[0].receipt
+    expected = replay_request(camserve.Receipt.from_json(stored.to_json()))
 
     found = message(js("return receipt.requestOf(receipt.readReceipt(text))", text=stored.to_json()))
 
@@ -370,7 +373,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_receipt_is_refused_with_the_fault(js, name):
     breaks, fault = BROKEN[name]
-    text = breaks(_codec.result(RESPONSES[0]).explanations[0].receipt.to_json())
+    text = breaks(decode_result(RESPONSES[0]).explanations[0].receipt.to_json())
     found = js("try { receipt.readReceipt(text); return ''; } catch (error) { return error.message; }", text=text)
 
     assert fault in found

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from skimage import measure
 
-from camserve import _comparison, _map_numbers
-from camserve._picture import Box, Photo
+from camserve._values import map_numbers
+from camserve._values.comparison import compare_explanations
+from camserve._values.picture import Box, Photo
 from camserve_server.imaging import scales
 from camserve_server.imaging.values import Rendering
 from page.lib.maps_data import array, heatmap, signed
@@ -128,7 +129,7 @@ def cell(values, seen):
 def assert_numbers_are_equal(js, pair, seen):
     """Compare all numbers of two maps with those of the Python client."""
     both = list(zip(pair, seen, strict=True))
-    expected = _comparison.compare(*(explained(*each) for each in both))
+    expected = compare_explanations(*(explained(*each) for each in both))
     found = js(COMPARE, a=cell(*both[0]), b=cell(*both[1]))
     for name, value in found.items():
         numbers = np.array(value, np.float64)  # JSON has null for NaN
@@ -151,8 +152,8 @@ def test_numbers_equal_those_of_the_python_client(js, name, parts):
 def test_every_number_of_two_maps_is_compared(js):
     found = js(COMPARE, a=cell(COARSE, SQUARE), b=cell(FINE, SQUARE))
 
-    assert set(_map_numbers.UNDEFINED) == {PYTHON_NAMES.get(key, key) for key in found} - {"iou"}
-    assert list(_map_numbers.SHARES) == js("return compare.SHARES")
+    assert set(map_numbers.UNDEFINED) == {PYTHON_NAMES.get(key, key) for key in found} - {"iou"}
+    assert list(map_numbers.SHARES) == js("return compare.SHARES")
 
 
 @pytest.mark.parametrize("value", [0.1, 0.7, 3])
@@ -194,7 +195,7 @@ def test_overlap_tells_the_cells_of_one_map_from_those_of_both(js):
 
 
 @pytest.mark.parametrize("name", ["same grid", "mostly zero", "coarser grid", "zero", "negative", "not a number"])
-@pytest.mark.parametrize("share", _map_numbers.SHARES)
+@pytest.mark.parametrize("share", map_numbers.SHARES)
 def test_overlap_has_the_hottest_cells_of_the_python_client(js, name, share):
     pair = PAIRS[name]
     found = js(
@@ -204,11 +205,11 @@ def test_overlap_has_the_hottest_cells_of_the_python_client(js, name, share):
         share=share,
     )
     parts = [explained(values, SQUARE) for values in pair]
-    coarse, _ = _map_numbers._aligned(
+    coarse, _ = map_numbers._aligned(
         [each.heatmap for each in parts], [each.photo for each in parts], parts[0].photo.seen
     )
     expected = [
-        _map_numbers._hottest(values, share).reshape(values.shape) & np.isfinite(values).all() for values in coarse
+        map_numbers._hottest(values, share).reshape(values.shape) & np.isfinite(values).all() for values in coarse
     ]
 
     np.testing.assert_array_equal(array(found), expected[0] + 2 * expected[1])

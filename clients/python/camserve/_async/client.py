@@ -8,8 +8,8 @@ from camserve._async.evaluation import EvaluationCalls
 from camserve._async.explanations import ExplanationCalls
 from camserve._async.inspection import InspectionCalls
 from camserve._async.models import ModelCalls
-from camserve._retry import Retry
-from camserve._settings import DEFAULT_ADDRESS, DEFAULT_TIMEOUT, ClientOptions, make_settings
+from camserve._transport.retry import Retry
+from camserve._transport.settings import DEFAULT_ADDRESS, DEFAULT_TIMEOUT, ClientOptions, make_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import grpc.aio
 
-    from camserve._access import AccessOptions
+    from camserve._transport.access import AccessOptions
 
 
 class AsyncClient(ExplanationCalls, InspectionCalls, EvaluationCalls, ModelCalls):

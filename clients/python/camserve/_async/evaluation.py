@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from camserve import _codec, _metrics
-from camserve import _transport_async as transport
 from camserve._async.connection import Calls
-from camserve.v1 import evaluate_pb2
+from camserve._codec.evaluation import decode_evaluation, decode_metric, evaluation_request, metrics_request
+from camserve._codec.explain import explain_request, with_image
+from camserve._transport import aio as transport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Unpack
 
-    from camserve._evaluation import Evaluation, MetricInfo
-    from camserve._targets import BoxLike
+    from camserve._values.evaluation import Evaluation, MetricInfo, MetricLike
+    from camserve._values.options import ExplainOptions, ImageLike
+    from camserve._values.targets import BoxLike
 
 
 class EvaluationCalls(Calls):
@@ -22,12 +23,12 @@ class EvaluationCalls(Calls):
 
     async def evaluate(
         self,
-        image: _codec.ImageLike,
+        image: ImageLike,
         *,
-        metrics: _metrics.MetricLike | Sequence[_metrics.MetricLike] = (),
+        metrics: MetricLike | Sequence[MetricLike] = (),
         box: BoxLike | None = None,
         timeout: float | None = None,
-        **options: Unpack[_codec.ExplainOptions],
+        **options: Unpack[ExplainOptions],
     ) -> Evaluation:
         """Explain one image, and evaluate every map by every metric.
 
@@ -51,10 +52,10 @@ class EvaluationCalls(Calls):
             gradcam  0.549 *      0.266
             edges    0.302        0.427 *
         """
-        question = _codec.explain_request(**self._named(options))
-        question = await transport.run_blocking(lambda: _codec.with_image(question, self._file_of(image)))
-        request = _metrics.request(question, metrics, box)
-        return _metrics.evaluation(await self._call(lambda stubs: stubs.evaluate.Evaluate, request, timeout))
+        question = explain_request(**self._named(options))
+        question = await transport.run_blocking(lambda: with_image(question, self._file_of(image)))
+        request = evaluation_request(question, metrics, box)
+        return decode_evaluation(await self._call(lambda stubs: stubs.evaluate.Evaluate, request, timeout))
 
     async def metrics(self) -> tuple[MetricInfo, ...]:
         """List the server's metrics and their parameters.
@@ -67,5 +68,5 @@ class EvaluationCalls(Calls):
             >>> [metric.name for metric in metrics if metric.needs_box]
             ['pointing_game', 'energy_in_box']
         """
-        response = await self._call(lambda stubs: stubs.evaluate.ListMetrics, evaluate_pb2.ListMetricsRequest())
-        return tuple(map(_metrics.metric, response.metrics))
+        response = await self._call(lambda stubs: stubs.evaluate.ListMetrics, metrics_request())
+        return tuple(map(decode_metric, response.metrics))

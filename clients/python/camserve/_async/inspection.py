@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from camserve import _codec, _inspection_codec, _stream
-from camserve import _transport_async as transport
 from camserve._async.connection import Calls
+from camserve._codec.inspection import (
+    basis_options,
+    decode_features,
+    decode_inspection,
+    features_request,
+    inspection_request,
+    shared_options,
+)
+from camserve._transport import aio as transport
+from camserve._transport.stream import refuse_single_image
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Unpack
 
-    from camserve._inspection import Features, Inspection
+    from camserve._values.inspection import Features, Inspection
+    from camserve._values.options import FeaturesOptions, ImageLike, InspectOptions
 
 
 class InspectionCalls(Calls):
@@ -20,10 +29,10 @@ class InspectionCalls(Calls):
 
     async def inspect(
         self,
-        image: _codec.ImageLike,
+        image: ImageLike,
         *,
         timeout: float | None = None,
-        **options: Unpack[_inspection_codec.InspectOptions],
+        **options: Unpack[InspectOptions],
     ) -> Inspection:
         """Measure every layer of a model on one image.
 
@@ -40,19 +49,15 @@ class InspectionCalls(Calls):
             >>> [(layer.name, layer.output_shape, f"{layer.activation.zeros:.0%} zeros") for layer in inspection.layers]
             [('conv_stem', (1, 32, 112, 112), '0% zeros'), ('bn2', (1, 1280, 7, 7), '94% zeros')]
         """
-        request = await transport.run_blocking(
-            lambda: _inspection_codec.inspection_request(self._file_of(image), self._named(options))
-        )
-        return _inspection_codec.inspection(
-            await self._call(lambda stubs: stubs.explain.InspectLayers, request, timeout)
-        )
+        request = await transport.run_blocking(lambda: inspection_request(self._file_of(image), self._named(options)))
+        return decode_inspection(await self._call(lambda stubs: stubs.explain.InspectLayers, request, timeout))
 
     async def features(
         self,
-        image: _codec.ImageLike,
+        image: ImageLike,
         *,
         timeout: float | None = None,
-        **options: Unpack[_inspection_codec.FeaturesOptions],
+        **options: Unpack[FeaturesOptions],
     ) -> Features:
         """Return channels of a layer: the most active ones, or those that matter most for the score.
 
@@ -74,17 +79,17 @@ class InspectionCalls(Calls):
             (3, 7, 7)
         """
         request = await transport.run_blocking(
-            lambda: _inspection_codec.features_request(self._file_of(image), self._named(options), self._file_of)
+            lambda: features_request(self._file_of(image), self._named(options), self._file_of)
         )
         response = await self._call(lambda stubs: stubs.explain.ExtractFeatures, request, timeout)
-        return _inspection_codec.features(response, options)
+        return decode_features(response, options)
 
     async def features_many(
         self,
-        images: Iterable[_codec.ImageLike],
+        images: Iterable[ImageLike],
         *,
         timeout: float | None = None,
-        **options: Unpack[_inspection_codec.FeaturesOptions],
+        **options: Unpack[FeaturesOptions],
     ) -> tuple[Features, ...]:
         """Return the principal components that several photos share, so that equal colours mean equal features.
 
@@ -107,9 +112,9 @@ class InspectionCalls(Calls):
             >>> first.maps.shape, (first.basis.vectors == second.basis.vectors).all()
             ((3, 7, 7), np.True_)
         """
-        photos = tuple(_stream.refuse_single_image(images, "features_many", "features"))
-        first_options = _inspection_codec.shared_options(photos, options)
+        photos = tuple(refuse_single_image(images, "features_many", "features"))
+        first_options = shared_options(photos, options)
         first = await self.features(photos[0], timeout=timeout, **first_options)
-        own_options = _inspection_codec.basis_options(first, options)
+        own_options = basis_options(first, options)
         others = [await self.features(image, timeout=timeout, **own_options) for image in photos[1:]]
         return (first, *others)

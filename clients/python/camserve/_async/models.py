@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from camserve import _codec
 from camserve._async.connection import Calls
-from camserve._retry import Retry
-from camserve._settings import decode_health, encode_health_request
-from camserve.v1 import models_pb2
+from camserve._codec.models import (
+    decode_layer,
+    decode_method,
+    decode_model,
+    layers_request,
+    load_request,
+    methods_request,
+    model_request,
+    models_request,
+    unload_request,
+)
+from camserve._transport.retry import Retry
+from camserve._transport.settings import decode_health, encode_health_request
 
 if TYPE_CHECKING:
-    from camserve._values import Health, Layer, MethodInfo, Model
+    from camserve._values.methods import MethodInfo
+    from camserve._values.models import Health, Layer, Model
 
 
 class ModelCalls(Calls):
@@ -28,8 +38,8 @@ class ModelCalls(Calls):
             >>> [(model.name, model.task) for model in models][:3]
             [('efficientnet_lite0', 'classify'), ('segmenter', 'segment'), ('segmenter-2', 'segment')]
         """
-        response = await self._call(lambda stubs: stubs.models.ListModels, models_pb2.ListModelsRequest())
-        return tuple(map(_codec.model, response.models))
+        response = await self._call(lambda stubs: stubs.models.ListModels, models_request())
+        return tuple(map(decode_model, response.models))
 
     async def model(self, name: str = "") -> Model:
         """Describe one model, including its labels.
@@ -45,8 +55,8 @@ class ModelCalls(Calls):
             >>> model.default_layer, model.labels[281:286]
             ('bn2', ('tabby', 'tiger cat', 'Persian cat', 'Siamese cat', 'Egyptian cat'))
         """
-        response = await self._call(lambda stubs: stubs.models.GetModel, models_pb2.GetModelRequest(name=name))
-        return _codec.model(response.model, response.labels)
+        response = await self._call(lambda stubs: stubs.models.GetModel, model_request(name))
+        return decode_model(response.model, response.labels)
 
     async def load_model(
         self, name: str, *, weights: str = "", sha256: str = "", timeout: float | None = None
@@ -68,9 +78,9 @@ class ModelCalls(Calls):
             >>> model.state
             <ModelState.READY: 'READY'>
         """
-        request = models_pb2.LoadModelRequest(name=name, weights=weights, sha256=sha256)
+        request = load_request(name, weights, sha256)
         response = await self._call(lambda stubs: stubs.models.LoadModel, request, timeout)
-        return _codec.model(response.model)
+        return decode_model(response.model)
 
     async def unload_model(self, name: str, *, timeout: float | None = None) -> Model:
         """Unload a model from the server; return after its last request is answered.
@@ -89,10 +99,8 @@ class ModelCalls(Calls):
             <ModelState.UNLOADED: 'UNLOADED'>
             >>> model = await client.load_model("segmenter")  # it answers again
         """
-        response = await self._call(
-            lambda stubs: stubs.models.UnloadModel, models_pb2.UnloadModelRequest(name=name), timeout
-        )
-        return _codec.model(response.model)
+        response = await self._call(lambda stubs: stubs.models.UnloadModel, unload_request(name), timeout)
+        return decode_model(response.model)
 
     async def layers(self, model: str = "") -> tuple[Layer, ...]:
         """List the layers of a model in the order in which they run.
@@ -108,8 +116,8 @@ class ModelCalls(Calls):
             >>> [(layer.name, layer.grid) for layer in layers if layer.explainable][-2:]
             [('bn2', (7, 7)), ('global_pool.pool', (1, 1))]
         """
-        response = await self._call(lambda stubs: stubs.models.ListLayers, models_pb2.ListLayersRequest(model=model))
-        return tuple(map(_codec.layer, response.layers))
+        response = await self._call(lambda stubs: stubs.models.ListLayers, layers_request(model))
+        return tuple(map(decode_layer, response.layers))
 
     async def methods(self) -> tuple[MethodInfo, ...]:
         """List the server's methods and their parameters.
@@ -122,8 +130,8 @@ class ModelCalls(Calls):
             >>> [method.name for method in methods if method.kind == "CAM"][:3]
             ['gradcam', 'hirescam', 'layercam']
         """
-        response = await self._call(lambda stubs: stubs.models.ListMethods, models_pb2.ListMethodsRequest())
-        return tuple(map(_codec.method, response.methods))
+        response = await self._call(lambda stubs: stubs.models.ListMethods, methods_request())
+        return tuple(map(decode_method, response.methods))
 
     async def health(self, service: str = "") -> Health:
         """Check once, without retries, whether the server or one of its services accepts requests.

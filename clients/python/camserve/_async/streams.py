@@ -5,18 +5,18 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, cast
 
-from camserve import _codec, _stream
-from camserve import _transport_async as transport
 from camserve._async.connection import Calls
-from camserve._progress import CallbackProgress
+from camserve._show.progress import CallbackProgress, OnProgress, ProgressReporter
+from camserve._transport import aio as transport
+from camserve._transport.stream import END, InFlightWindow, Outcome, prepare_request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterable, Iterable
     from contextlib import AbstractContextManager
 
-    from camserve._progress import OnProgress, ProgressReporter
-    from camserve._result import Result
-    from camserve.v1 import explain_pb2
+    from camserve._codec.explain import ExplainRequest
+    from camserve._values.options import ExplainOptions, ImageItem, ImageLike
+    from camserve._values.result import Result
 
 
 class StreamCalls(Calls):
@@ -24,21 +24,21 @@ class StreamCalls(Calls):
 
     async def _explain_stream(
         self,
-        images: Iterable[_codec.ImageItem] | AsyncIterable[_codec.ImageItem],
-        question: explain_pb2.ExplainRequest,
-        window: _stream.InFlightWindow,
+        images: Iterable[ImageItem] | AsyncIterable[ImageItem],
+        question: ExplainRequest,
+        window: InFlightWindow,
         progress: AbstractContextManager[ProgressReporter],
-        options: _codec.ExplainOptions | None = None,
-    ) -> AsyncGenerator[_stream.Outcome, None]:
+        options: ExplainOptions | None = None,
+    ) -> AsyncGenerator[Outcome, None]:
         source = transport.iterate(images)
         with progress as reporter:
             async with transport.Streams(self._pool, self._settings) as streams:
                 while not window.done:
                     if window.has_room:
-                        item = await anext(source, _stream.END)
+                        item = await anext(source, END)
                         window.add(
                             await transport.run_blocking(
-                                _stream.prepare_request, question, self._named(item), self._file_of, options
+                                prepare_request, question, self._named(item), self._file_of, options
                             )
                         )
                     await streams.send(window.take_due())
@@ -53,12 +53,12 @@ class StreamCalls(Calls):
 
     async def _explain_with_progress(
         self,
-        image: _codec.ImageLike,
-        question: explain_pb2.ExplainRequest,
+        image: ImageLike,
+        question: ExplainRequest,
         on_progress: OnProgress,
         timeout: float | None,
     ) -> Result:
-        window = _stream.InFlightWindow(1, self._settings.retry, self._settings.timeout_for(timeout), "raise")
+        window = InFlightWindow(1, self._settings.retry, self._settings.timeout_for(timeout), "raise")
         question.progress = True
         outcomes = self._explain_stream((image,), question, window, nullcontext(CallbackProgress(on_progress)))
         # The whole stream is consumed, so that it ends without being cancelled.

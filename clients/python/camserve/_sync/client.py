@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from camserve._retry import Retry
-from camserve._settings import DEFAULT_ADDRESS, DEFAULT_TIMEOUT, ClientOptions, make_settings
 from camserve._sync.evaluation import EvaluationCalls
 from camserve._sync.explanations import ExplanationCalls
 from camserve._sync.inspection import InspectionCalls
 from camserve._sync.models import ModelCalls
+from camserve._transport.retry import Retry
+from camserve._transport.settings import DEFAULT_ADDRESS, DEFAULT_TIMEOUT, ClientOptions, make_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from camserve._access import AccessOptions
+    from camserve._transport.access import AccessOptions
 
 
 class Client(ExplanationCalls, InspectionCalls, EvaluationCalls, ModelCalls):

@@ -8,20 +8,21 @@ import math
 import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from camserve import _codec
-from camserve import _transport_sync as transport
-from camserve._connections import ConnectionPool
-from camserve._errors import CamserveError, FailedPrecondition, translate_errors
-from camserve._retry import CallAttempts, is_starting
-from camserve._settings import new_request_id
+from camserve._codec.images import image_bytes
+from camserve._core.errors import CamserveError, FailedPrecondition
+from camserve._transport import sync as transport
+from camserve._transport.connections import ConnectionPool
+from camserve._transport.errors import translate_errors
+from camserve._transport.retry import CallAttempts, Retry, is_starting
+from camserve._transport.settings import Settings, new_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import grpc
 
-    from camserve._retry import Retry
-    from camserve._settings import Settings
+    from camserve._values.options import ImageLike
+
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -128,7 +129,7 @@ class Calls:
             self._start_noticed_at = now
             log.warning("waiting for the server at %s: it is starting", self._settings.address)
 
-    def file_of(self, image: _codec.ImageLike) -> bytes:
+    def file_of(self, image: ImageLike) -> bytes:
         """Return the encoded image file that the client sends.
 
         Raises:
@@ -139,7 +140,7 @@ class Calls:
             >>> client.file_of("cat.jpg") == Path("cat.jpg").read_bytes()
             True
         """
-        return _codec.image_bytes(image)
+        return image_bytes(image)
 
     def named(self, options: Q) -> Q:
         """Return the options of a call, with layers by their names.

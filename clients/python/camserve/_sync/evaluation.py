@@ -5,17 +5,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from camserve import _codec, _metrics
-from camserve import _transport_sync as transport
+from camserve._codec.evaluation import decode_evaluation, decode_metric, evaluation_request, metrics_request
+from camserve._codec.explain import explain_request, with_image
 from camserve._sync.connection import Calls
-from camserve.v1 import evaluate_pb2
+from camserve._transport import sync as transport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Unpack
 
-    from camserve._evaluation import Evaluation, MetricInfo
-    from camserve._targets import BoxLike
+    from camserve._values.evaluation import Evaluation, MetricInfo, MetricLike
+    from camserve._values.options import ExplainOptions, ImageLike
+    from camserve._values.targets import BoxLike
 
 
 class EvaluationCalls(Calls):
@@ -23,12 +24,12 @@ class EvaluationCalls(Calls):
 
     def evaluate(
         self,
-        image: _codec.ImageLike,
+        image: ImageLike,
         *,
-        metrics: _metrics.MetricLike | Sequence[_metrics.MetricLike] = (),
+        metrics: MetricLike | Sequence[MetricLike] = (),
         box: BoxLike | None = None,
         timeout: float | None = None,
-        **options: Unpack[_codec.ExplainOptions],
+        **options: Unpack[ExplainOptions],
     ) -> Evaluation:
         """Explain one image, and evaluate every map by every metric.
 
@@ -52,10 +53,10 @@ class EvaluationCalls(Calls):
             gradcam  0.549 *      0.266
             edges    0.302        0.427 *
         """
-        question = _codec.explain_request(**self.named(options))
-        question = transport.run_blocking(lambda: _codec.with_image(question, self.file_of(image)))
-        request = _metrics.request(question, metrics, box)
-        return _metrics.evaluation(self._call(lambda stubs: stubs.evaluate.Evaluate, request, timeout))
+        question = explain_request(**self.named(options))
+        question = transport.run_blocking(lambda: with_image(question, self.file_of(image)))
+        request = evaluation_request(question, metrics, box)
+        return decode_evaluation(self._call(lambda stubs: stubs.evaluate.Evaluate, request, timeout))
 
     def metrics(self) -> tuple[MetricInfo, ...]:
         """List the server's metrics and their parameters.
@@ -68,5 +69,5 @@ class EvaluationCalls(Calls):
             >>> [metric.name for metric in metrics if metric.needs_box]
             ['pointing_game', 'energy_in_box']
         """
-        response = self._call(lambda stubs: stubs.evaluate.ListMetrics, evaluate_pb2.ListMetricsRequest())
-        return tuple(map(_metrics.metric, response.metrics))
+        response = self._call(lambda stubs: stubs.evaluate.ListMetrics, metrics_request())
+        return tuple(map(decode_metric, response.metrics))

@@ -6,26 +6,29 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from camserve import _codec, _comparison, _replay, _stream
-from camserve import _transport_sync as transport
-from camserve._photo_source import PhotoSource
-from camserve._progress import progress_bar
-from camserve._settings import DEFAULT_IN_FLIGHT
+from camserve._codec.explain import ExplainRequest, cost_request, explain_request, with_image
+from camserve._codec.images import image_bytes
+from camserve._codec.receipts import replay_request
+from camserve._codec.results import decode_cost, decode_result
+from camserve._show.progress import OnProgress, progress_bar
 from camserve._sync.streams import StreamCalls
-from camserve.v1 import explain_pb2
+from camserve._transport import sync as transport
+from camserve._transport.settings import DEFAULT_IN_FLIGHT
+from camserve._transport.stream import InFlightWindow, refuse_single_image
+from camserve._values.photo_source import PhotoSource
+from camserve._values.replay import Replay, compare_with_receipt, only_explanation
+from camserve._values.result_comparison import ResultComparison, compare_results, targets_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
     from typing import Unpack
 
-    from camserve._comparison import ResultComparison
-    from camserve._errors import CamserveError
-    from camserve._progress import OnProgress
-    from camserve._receipts import Receipt
-    from camserve._replay import Replay
-    from camserve._result import Result
-    from camserve._targets import BoxLike
-    from camserve._values import Cost
+    from camserve._core.errors import CamserveError
+    from camserve._values.methods import Cost
+    from camserve._values.options import ExplainOptions, ImageItem, ImageLike
+    from camserve._values.receipt import Receipt
+    from camserve._values.result import Result
+    from camserve._values.targets import BoxLike
 
 
 class ExplanationCalls(StreamCalls):
@@ -33,11 +36,11 @@ class ExplanationCalls(StreamCalls):
 
     def explain(
         self,
-        image: _codec.ImageLike,
+        image: ImageLike,
         *,
         on_progress: OnProgress | None = None,
         timeout: float | None = None,
-        **options: Unpack[_codec.ExplainOptions],
+        **options: Unpack[ExplainOptions],
     ) -> Result:
         """Explain a model's predictions for one image.
 
@@ -62,14 +65,14 @@ class ExplanationCalls(StreamCalls):
             >>> result.explanations[0].save("why.jpg").exists()
             True
         """
-        request = _codec.explain_request(**self.named(options))
+        request = explain_request(**self.named(options))
         result = self._explain_one(request, image, on_progress, timeout)
-        return replace(result, source=PhotoSource(image, _codec.image_bytes))
+        return replace(result, source=PhotoSource(image, image_bytes))
 
     def replay(
         self,
         receipt: Receipt,
-        image: _codec.ImageLike,
+        image: ImageLike,
         *,
         on_progress: OnProgress | None = None,
         timeout: float | None = None,
@@ -92,18 +95,18 @@ class ExplanationCalls(StreamCalls):
             >>> replay.same, replay.differences
             (True, ())
         """
-        result = self._explain_one(_replay.request(receipt), image, on_progress, timeout)
-        return _replay.compare(receipt, _replay.explanation(result))
+        result = self._explain_one(replay_request(receipt), image, on_progress, timeout)
+        return compare_with_receipt(receipt, only_explanation(result))
 
     def compare(
         self,
-        image: _codec.ImageLike,
+        image: ImageLike,
         baseline: str,
         candidate: str,
         *,
         box: BoxLike | None = None,
         timeout: float | None = None,
-        **options: Unpack[_codec.ExplainOptions],
+        **options: Unpack[ExplainOptions],
     ) -> ResultComparison:
         """Explain one image with two models, and compare where they look.
 
@@ -133,11 +136,11 @@ class ExplanationCalls(StreamCalls):
         options["model"] = baseline
         first = self.explain(image, timeout=timeout, **options)
         options["model"] = candidate
-        options["targets"] = options.get("targets") or _comparison.targets_of(first)
+        options["targets"] = options.get("targets") or targets_of(first)
         second = self.explain(image, timeout=timeout, **options)
-        return _comparison.compare_results(first, second, box)
+        return compare_results(first, second, box)
 
-    def estimate_cost(self, *, timeout: float | None = None, **options: Unpack[_codec.ExplainOptions]) -> Cost:
+    def estimate_cost(self, *, timeout: float | None = None, **options: Unpack[ExplainOptions]) -> Cost:
         """Return the cost of a request without running it. It needs no image.
 
         Args:
@@ -151,41 +154,40 @@ class ExplanationCalls(StreamCalls):
             >>> client.estimate_cost(methods=["gradcam", ("rise", {"samples": 1000})], top_k=2)
             Cost(rows=2002, explanations=4, max_rows=16384)
         """
-        question = _codec.explain_request(**self.named(options))
-        request = explain_pb2.EstimateCostRequest(explain=question)
-        return _codec.cost(self._call(lambda stubs: stubs.explain.EstimateCost, request, timeout))
+        request = cost_request(**self.named(options))
+        return decode_cost(self._call(lambda stubs: stubs.explain.EstimateCost, request, timeout))
 
     @overload
     def explain_many(
         self,
-        images: Iterable[_codec.ImageItem],
+        images: Iterable[ImageItem],
         *,
         progress: bool = ...,
         in_flight: int = ...,
         on_error: Literal["raise"] = ...,
         timeout: float | None = ...,
-        **options: Unpack[_codec.ExplainOptions],
+        **options: Unpack[ExplainOptions],
     ) -> Generator[Result, None, None]: ...
     @overload
     def explain_many(
         self,
-        images: Iterable[_codec.ImageItem],
+        images: Iterable[ImageItem],
         *,
         progress: bool = ...,
         in_flight: int = ...,
         on_error: Literal["return"],
         timeout: float | None = ...,
-        **options: Unpack[_codec.ExplainOptions],
+        **options: Unpack[ExplainOptions],
     ) -> Generator[Result | CamserveError, None, None]: ...
     def explain_many(
         self,
-        images: Iterable[_codec.ImageItem],
+        images: Iterable[ImageItem],
         *,
         progress: bool = False,
         in_flight: int = DEFAULT_IN_FLIGHT,
         on_error: Literal["raise", "return"] = "raise",
         timeout: float | None = None,
-        **options: Unpack[_codec.ExplainOptions],
+        **options: Unpack[ExplainOptions],
     ) -> Generator[Any, None, None]:
         """Explain many images over one stream; yield the results in the order of the images.
 
@@ -217,21 +219,21 @@ class ExplanationCalls(StreamCalls):
             InvalidArgument(...)
         """
         seconds = self._settings.timeout_for(timeout)
-        window = _stream.InFlightWindow(in_flight, self._settings.retry, seconds, on_error)
-        question = _codec.explain_request(**self.named(options))
+        window = InFlightWindow(in_flight, self._settings.retry, seconds, on_error)
+        question = explain_request(**self.named(options))
         question.progress = progress
-        images = _stream.refuse_single_image(images)
+        images = refuse_single_image(images)
         bar = progress_bar(images, shown=progress)
         return self._explain_stream(images, question, window, bar, self.named(options))
 
     def _explain_one(
         self,
-        question: explain_pb2.ExplainRequest,
-        image: _codec.ImageLike,
+        question: ExplainRequest,
+        image: ImageLike,
         on_progress: OnProgress | None,
         timeout: float | None,
     ) -> Result:
         if on_progress is not None:
             return self._explain_with_progress(image, question, on_progress, timeout)
-        request = transport.run_blocking(lambda: _codec.with_image(question, self.file_of(image)))
-        return _codec.result(self._call(lambda stubs: stubs.explain.Explain, request, timeout), request.targets)
+        request = transport.run_blocking(lambda: with_image(question, self.file_of(image)))
+        return decode_result(self._call(lambda stubs: stubs.explain.Explain, request, timeout), request.targets)

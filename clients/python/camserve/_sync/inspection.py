@@ -5,15 +5,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from camserve import _codec, _inspection_codec, _stream
-from camserve import _transport_sync as transport
+from camserve._codec.inspection import (
+    basis_options,
+    decode_features,
+    decode_inspection,
+    features_request,
+    inspection_request,
+    shared_options,
+)
 from camserve._sync.connection import Calls
+from camserve._transport import sync as transport
+from camserve._transport.stream import refuse_single_image
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Unpack
 
-    from camserve._inspection import Features, Inspection
+    from camserve._values.inspection import Features, Inspection
+    from camserve._values.options import FeaturesOptions, ImageLike, InspectOptions
 
 
 class InspectionCalls(Calls):
@@ -21,10 +30,10 @@ class InspectionCalls(Calls):
 
     def inspect(
         self,
-        image: _codec.ImageLike,
+        image: ImageLike,
         *,
         timeout: float | None = None,
-        **options: Unpack[_inspection_codec.InspectOptions],
+        **options: Unpack[InspectOptions],
     ) -> Inspection:
         """Measure every layer of a model on one image.
 
@@ -41,17 +50,15 @@ class InspectionCalls(Calls):
             >>> [(layer.name, layer.output_shape, f"{layer.activation.zeros:.0%} zeros") for layer in inspection.layers]
             [('conv_stem', (1, 32, 112, 112), '0% zeros'), ('bn2', (1, 1280, 7, 7), '94% zeros')]
         """
-        request = transport.run_blocking(
-            lambda: _inspection_codec.inspection_request(self.file_of(image), self.named(options))
-        )
-        return _inspection_codec.inspection(self._call(lambda stubs: stubs.explain.InspectLayers, request, timeout))
+        request = transport.run_blocking(lambda: inspection_request(self.file_of(image), self.named(options)))
+        return decode_inspection(self._call(lambda stubs: stubs.explain.InspectLayers, request, timeout))
 
     def features(
         self,
-        image: _codec.ImageLike,
+        image: ImageLike,
         *,
         timeout: float | None = None,
-        **options: Unpack[_inspection_codec.FeaturesOptions],
+        **options: Unpack[FeaturesOptions],
     ) -> Features:
         """Return channels of a layer: the most active ones, or those that matter most for the score.
 
@@ -73,17 +80,17 @@ class InspectionCalls(Calls):
             (3, 7, 7)
         """
         request = transport.run_blocking(
-            lambda: _inspection_codec.features_request(self.file_of(image), self.named(options), self.file_of)
+            lambda: features_request(self.file_of(image), self.named(options), self.file_of)
         )
         response = self._call(lambda stubs: stubs.explain.ExtractFeatures, request, timeout)
-        return _inspection_codec.features(response, options)
+        return decode_features(response, options)
 
     def features_many(
         self,
-        images: Iterable[_codec.ImageLike],
+        images: Iterable[ImageLike],
         *,
         timeout: float | None = None,
-        **options: Unpack[_inspection_codec.FeaturesOptions],
+        **options: Unpack[FeaturesOptions],
     ) -> tuple[Features, ...]:
         """Return the principal components that several photos share, so that equal colours mean equal features.
 
@@ -106,9 +113,9 @@ class InspectionCalls(Calls):
             >>> first.maps.shape, (first.basis.vectors == second.basis.vectors).all()
             ((3, 7, 7), np.True_)
         """
-        photos = tuple(_stream.refuse_single_image(images, "features_many", "features"))
-        first_options = _inspection_codec.shared_options(photos, options)
+        photos = tuple(refuse_single_image(images, "features_many", "features"))
+        first_options = shared_options(photos, options)
         first = self.features(photos[0], timeout=timeout, **first_options)
-        own_options = _inspection_codec.basis_options(first, options)
+        own_options = basis_options(first, options)
         others = [self.features(image, timeout=timeout, **own_options) for image in photos[1:]]
         return (first, *others)

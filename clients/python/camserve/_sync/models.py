@@ -5,14 +5,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from camserve import _codec
-from camserve._retry import Retry
-from camserve._settings import decode_health, encode_health_request
+from camserve._codec.models import (
+    decode_layer,
+    decode_method,
+    decode_model,
+    layers_request,
+    load_request,
+    methods_request,
+    model_request,
+    models_request,
+    unload_request,
+)
 from camserve._sync.connection import Calls
-from camserve.v1 import models_pb2
+from camserve._transport.retry import Retry
+from camserve._transport.settings import decode_health, encode_health_request
 
 if TYPE_CHECKING:
-    from camserve._values import Health, Layer, MethodInfo, Model
+    from camserve._values.methods import MethodInfo
+    from camserve._values.models import Health, Layer, Model
 
 
 class ModelCalls(Calls):
@@ -29,8 +39,8 @@ class ModelCalls(Calls):
             >>> [(model.name, model.task) for model in models][:3]
             [('efficientnet_lite0', 'classify'), ('segmenter', 'segment'), ('segmenter-2', 'segment')]
         """
-        response = self._call(lambda stubs: stubs.models.ListModels, models_pb2.ListModelsRequest())
-        return tuple(map(_codec.model, response.models))
+        response = self._call(lambda stubs: stubs.models.ListModels, models_request())
+        return tuple(map(decode_model, response.models))
 
     def model(self, name: str = "") -> Model:
         """Describe one model, including its labels.
@@ -46,8 +56,8 @@ class ModelCalls(Calls):
             >>> model.default_layer, model.labels[281:286]
             ('bn2', ('tabby', 'tiger cat', 'Persian cat', 'Siamese cat', 'Egyptian cat'))
         """
-        response = self._call(lambda stubs: stubs.models.GetModel, models_pb2.GetModelRequest(name=name))
-        return _codec.model(response.model, response.labels)
+        response = self._call(lambda stubs: stubs.models.GetModel, model_request(name))
+        return decode_model(response.model, response.labels)
 
     def load_model(self, name: str, *, weights: str = "", sha256: str = "", timeout: float | None = None) -> Model:
         """Load or reload a model on the server; the previous version answers until the new one is ready.
@@ -67,9 +77,9 @@ class ModelCalls(Calls):
             >>> model.state
             <ModelState.READY: 'READY'>
         """
-        request = models_pb2.LoadModelRequest(name=name, weights=weights, sha256=sha256)
+        request = load_request(name, weights, sha256)
         response = self._call(lambda stubs: stubs.models.LoadModel, request, timeout)
-        return _codec.model(response.model)
+        return decode_model(response.model)
 
     def unload_model(self, name: str, *, timeout: float | None = None) -> Model:
         """Unload a model from the server; return after its last request is answered.
@@ -88,8 +98,8 @@ class ModelCalls(Calls):
             <ModelState.UNLOADED: 'UNLOADED'>
             >>> model = client.load_model("segmenter")  # it answers again
         """
-        response = self._call(lambda stubs: stubs.models.UnloadModel, models_pb2.UnloadModelRequest(name=name), timeout)
-        return _codec.model(response.model)
+        response = self._call(lambda stubs: stubs.models.UnloadModel, unload_request(name), timeout)
+        return decode_model(response.model)
 
     def layers(self, model: str = "") -> tuple[Layer, ...]:
         """List the layers of a model in the order in which they run.
@@ -105,8 +115,8 @@ class ModelCalls(Calls):
             >>> [(layer.name, layer.grid) for layer in layers if layer.explainable][-2:]
             [('bn2', (7, 7)), ('global_pool.pool', (1, 1))]
         """
-        response = self._call(lambda stubs: stubs.models.ListLayers, models_pb2.ListLayersRequest(model=model))
-        return tuple(map(_codec.layer, response.layers))
+        response = self._call(lambda stubs: stubs.models.ListLayers, layers_request(model))
+        return tuple(map(decode_layer, response.layers))
 
     def methods(self) -> tuple[MethodInfo, ...]:
         """List the server's methods and their parameters.
@@ -119,8 +129,8 @@ class ModelCalls(Calls):
             >>> [method.name for method in methods if method.kind == "CAM"][:3]
             ['gradcam', 'hirescam', 'layercam']
         """
-        response = self._call(lambda stubs: stubs.models.ListMethods, models_pb2.ListMethodsRequest())
-        return tuple(map(_codec.method, response.methods))
+        response = self._call(lambda stubs: stubs.models.ListMethods, methods_request())
+        return tuple(map(decode_method, response.methods))
 
     def health(self, service: str = "") -> Health:
         """Check once, without retries, whether the server or one of its services accepts requests.

@@ -15,14 +15,15 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
-from google.protobuf import json_format
 
-from camserve import _codec, _files, _rendering
-from camserve._errors import CamserveError, FailedPrecondition, InvalidArgument
-from camserve._local import TooLarge
-from camserve._photo_errors import is_photo_error, is_request_error
-from camserve._retry import RETRYABLE
-from camserve._settings import DEFAULT_IN_FLIGHT
+from camserve._codec.rendering import are_regions_requested
+from camserve._codec.stored_options import plain_options
+from camserve._core.errors import CamserveError, FailedPrecondition, InvalidArgument
+from camserve._core.files import TooLarge
+from camserve._files.naming import truncate
+from camserve._transport.photo_errors import is_photo_error, is_request_error
+from camserve._transport.retry import RETRYABLE
+from camserve._transport.settings import DEFAULT_IN_FLIGHT
 from camserve.dataset import rows
 from camserve.dataset.parquet import arrow
 
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
     from concurrent.futures import Future
 
-    from camserve._stream import Outcome
     from camserve._sync.client import Client
-    from camserve._values import Model
+    from camserve._transport.stream import Outcome
+    from camserve._values.models import Model
+    from camserve._values.options import ExplainOptions
     from camserve.dataset.photos import Key, Photos
     from camserve.dataset.store import Store
 
@@ -65,19 +67,18 @@ class JobSpec:
         outputs: The files to write for every photo.
     """
 
-    options: _codec.ExplainOptions
+    options: ExplainOptions
     outputs: rows.Outputs
 
     @property
     def regions(self) -> bool:
         """True if the results have a column with the regions of each map."""
-        return _rendering.are_regions_requested(self.options.get("regions"))
+        return are_regions_requested(self.options.get("regions"))
 
     def plain(self) -> dict[str, Any]:
         """Return the options as values for JSON, to compare them with those of the job in a folder."""
-        message = _codec.explain_request(**self.options)
-        message.ClearField("model")
-        options: dict[str, Any] = json_format.MessageToDict(message)
+        options = plain_options(self.options)
+        options.pop("model", None)
         return options | {"heatmaps": self.outputs.heatmaps, "receipts": self.outputs.receipts}
 
 
@@ -383,7 +384,7 @@ class _PhotoExplainer:
         name = _key_text(key)
         if isinstance(outcome, CamserveError):
             return [rows.failed(name, outcome, regions=self.spec.regions)] if is_photo_error(outcome) else outcome
-        stem = _files.truncate(PurePosixPath(name).stem, _MAX_STEM_BYTES)
+        stem = truncate(PurePosixPath(name).stem, _MAX_STEM_BYTES)
         pictures = rows.pictures(stem, _hash_key(key).hex()[:16], outcome, self.spec.outputs)
         photo_rows: Rows = []
         for index, (overlay, files) in enumerate(pictures):

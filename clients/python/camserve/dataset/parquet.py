@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from camserve._errors import InvalidArgument
-from camserve._local import MAX_PHOTO_BYTES, check_photo
+from camserve._core.errors import InvalidArgument
+from camserve._core.files import MAX_PHOTO_BYTES, check_photo
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

@@ -9,9 +9,9 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from camserve._errors import CamserveError, FailedPrecondition, InvalidArgument
-from camserve._files import expand_glob, is_photo, leads_below, root_of, scheme_of, walk
-from camserve._local import MAX_PHOTO_BYTES, open_regular, read_photo
+from camserve._core.errors import CamserveError, FailedPrecondition, InvalidArgument
+from camserve._core.files import MAX_PHOTO_BYTES, open_regular, read_photo
+from camserve._files.finding import expand_glob, is_photo, leads_below, root_of, scheme_of, walk
 from camserve.dataset import parquet
 from camserve.dataset.parquet import arrow
 from camserve.dataset.store import filesystem

@@ -7,14 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from camserve import _files, _local
+from camserve._core.files import npy_file
+from camserve._files.naming import UniqueNames, stem_of
 from camserve.dataset.parquet import arrow
 
 if TYPE_CHECKING:
-    from camserve._errors import CamserveError
-    from camserve._regions import Region
-    from camserve._result import Explanation, Result
-    from camserve._values import Prediction
+    from camserve._core.errors import CamserveError
+    from camserve._values.prediction import Prediction
+    from camserve._values.regions import Region
+    from camserve._values.result import Explanation, Result
 
 SUFFIXES = {"jpeg": ".jpg", "png": ".png", "webp": ".webp"}
 
@@ -148,12 +149,12 @@ def pictures(stem: str, digest: str, result: Result, outputs: Outputs) -> list[t
         result: The result.
         outputs: The files to write.
     """
-    names = _files.UniqueNames(Path("overlays", digest[:2]))
+    names = UniqueNames(Path("overlays", digest[:2]))
     has_layers = len({explanation.layer for explanation in result.explanations}) > 1
     photo = Path(f"{stem}-{digest}.x")
     files: list[tuple[str, dict[str, bytes]]] = []
     for explanation in result.explanations:
-        stem = _files.stem_of(photo, explanation, with_layer=has_layers)
+        stem = stem_of(photo, explanation, with_layer=has_layers)
         path = names.unique(stem, SUFFIXES[outputs.overlay])
         overlay = {path.as_posix(): explanation.overlay}
         files.append((path.as_posix(), {**overlay, **_data_files(explanation, path, outputs)}))
@@ -163,9 +164,9 @@ def pictures(stem: str, digest: str, result: Result, outputs: Outputs) -> list[t
 def _data_files(explanation: Explanation, path: Path, outputs: Outputs) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     if outputs.heatmaps and explanation.heatmap is not None:
-        files[path.with_suffix(".npy").as_posix()] = _local.npy(explanation.heatmap)
+        files[path.with_suffix(".npy").as_posix()] = npy_file(explanation.heatmap)
     if explanation.intensity is not None:
-        files[path.with_suffix(".intensity.npy").as_posix()] = _local.npy(explanation.intensity)
+        files[path.with_suffix(".intensity.npy").as_posix()] = npy_file(explanation.intensity)
     if outputs.receipts:
         files[path.with_suffix(".receipt.json").as_posix()] = explanation.receipt.to_json().encode()
     return files

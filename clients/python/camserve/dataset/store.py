@@ -8,9 +8,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from camserve import _local
-from camserve._errors import FailedPrecondition, InvalidArgument
-from camserve._files import scheme_of
+from camserve._core.errors import FailedPrecondition, InvalidArgument
+from camserve._core.files import MAX_TEXT_BYTES, open_regular, read_within, remove_temporary_files, write_file
+from camserve._files.finding import scheme_of
 from camserve.dataset import parquet
 from camserve.dataset.parquet import arrow
 
@@ -82,7 +82,7 @@ class Store:
         path = self.path(name)
         self._create_folder(path.rpartition("/")[0])
         if self._local:
-            _local.write(path, data, sync=lasting, temporary_folder=self._root)
+            write_file(path, data, sync=lasting, temporary_folder=self._root)
         else:
             with self._fs.open_output_stream(path) as stream:
                 stream.write(data)
@@ -110,8 +110,8 @@ class Store:
         """
         path = self.path(name)
         try:
-            with _local.open_regular(path) if self._local else self._fs.open_input_stream(path) as stream:
-                return _local.read_within(stream, _local.MAX_TEXT_BYTES, path)
+            with open_regular(path) if self._local else self._fs.open_input_stream(path) as stream:
+                return read_within(stream, MAX_TEXT_BYTES, path)
         except FileNotFoundError:
             return None
 
@@ -147,7 +147,7 @@ def locked(folder: Path) -> Generator[None, None, None]:
         OSError: The lock file is a link, or cannot be opened.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with _local.open_regular(folder / _LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), "r+b") as file:
+    with open_regular(folder / _LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), "r+b") as file:
         try:
             import fcntl  # noqa: PLC0415 -- not available on Windows
         except ModuleNotFoundError:  # pragma: no cover -- Windows
@@ -157,5 +157,5 @@ def locked(folder: Path) -> Generator[None, None, None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise FailedPrecondition(f"another run uses {folder}: wait for it, or stop it") from error
-        _local.remove_temporary_files(folder)
+        remove_temporary_files(folder)
         yield

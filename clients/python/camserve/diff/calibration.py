@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from camserve import _local, _map_numbers
-from camserve._errors import CamserveError, Internal, InvalidArgument
-from camserve._evaluation import Metric
+from camserve._core.errors import CamserveError, Internal, InvalidArgument
+from camserve._core.files import MAX_PHOTO_BYTES, NOT_A_PHOTO, read_regular, write_file
+from camserve._values import map_numbers
+from camserve._values.evaluation import Metric
 from camserve.diff.record import explain_items
 from camserve.diff.recording import CALIBRATION_FILE
 
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from camserve._codec import ExplainOptions, ImageWithOptions
-    from camserve._result import Result
-    from camserve._stream import Outcome
     from camserve._sync.client import Client
+    from camserve._transport.stream import Outcome
+    from camserve._values.options import ExplainOptions, ImageWithOptions
+    from camserve._values.result import Result
     from camserve.diff.lines import RecordedPhoto
     from camserve.diff.recording import Recording
 
@@ -84,7 +85,7 @@ class Calibration:
     def save(self, folder: Path) -> None:
         """Write the calibration into the folder of a recording."""
         content = {"format": FORMAT, **asdict(self)}
-        _local.write(folder / CALIBRATION_FILE, json.dumps(content, allow_nan=False).encode())
+        write_file(folder / CALIBRATION_FILE, json.dumps(content, allow_nan=False).encode())
 
 
 def load(folder: Path) -> Calibration | None:
@@ -95,7 +96,7 @@ def load(folder: Path) -> Calibration | None:
     """
     path = folder / CALIBRATION_FILE
     try:
-        return _decode(json.loads(_local.read_regular(path)))
+        return _decode(json.loads(read_regular(path)))
     except FileNotFoundError:
         return None
     except KeyError as error:
@@ -200,7 +201,7 @@ def _correlations(photo: RecordedPhoto, result: Result) -> list[float]:
     """Return the rank correlations of the maps of a changed photo with those of the photo."""
     maps = [cast("NDArray[np.float32]", explanation.heatmap) for explanation in result.explanations]
     pairs = zip(photo.explanations, maps, strict=False)
-    return [_map_numbers.rank_correlation(recorded.heatmap, heatmap) for recorded, heatmap in pairs]
+    return [map_numbers.rank_correlation(recorded.heatmap, heatmap) for recorded, heatmap in pairs]
 
 
 def _result_of(name: str, outcome: Outcome) -> Result:
@@ -245,11 +246,11 @@ class _Floor:
 def _pixels(path: Path, side: int) -> NDArray[np.uint8]:
     """Return a photo as uint8 [H, W, 3], its shorter side at most this long: noise on a large one would average out."""
     try:
-        data = _local.read_regular(path, _local.MAX_PHOTO_BYTES)
+        data = read_regular(path, MAX_PHOTO_BYTES)
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             upright = ImageOps.exif_transpose(image).convert("RGB")
     except UnidentifiedImageError as error:
-        raise InvalidArgument(f"calibration with {path}: {_local.NOT_A_PHOTO}") from error
+        raise InvalidArgument(f"calibration with {path}: {NOT_A_PHOTO}") from error
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise InvalidArgument(f"calibration with {path}: {getattr(error, 'strerror', None) or error}") from error
     if min(upright.size) > side:

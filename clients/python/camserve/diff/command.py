@@ -9,21 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict
 
-from camserve import _local, dataset
-from camserve._errors import InvalidArgument
-from camserve._targets import to_box
+from camserve import dataset, terminal
+from camserve._core.errors import InvalidArgument
+from camserve._core.files import read_regular
+from camserve._core.text import brief
+from camserve._values.targets import TargetLike, to_box
 from camserve.diff import compare, outputs, run
 from camserve.diff.recording import HEADER_FILE, options_of, read_header, refuse_link
 from camserve.diff.values import DiffSettings
-from camserve.terminal import brief, echo, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from camserve._codec import ExplainOptions
-    from camserve._picture import Box
-    from camserve._targets import TargetLike
-    from camserve._values import Method
+    from camserve._values.methods import Method
+    from camserve._values.options import ExplainOptions
+    from camserve._values.picture import Box
     from camserve.diff.run import LiveModel, Side, Stage
     from camserve.diff.values import Report
 
@@ -88,7 +88,7 @@ def accept(open_model: OpenModel, paths: tuple[str, ...], sides: tuple[str, str]
     with ExitStack() as stack, dataset.locked(folder / run.UNFINISHED), _progress_bars() as stage:
         model = open_model(sides[1], stack)
         made = run.accept(photos, model, folder, settings, stage)
-    echo(f"{folder} is the new baseline: {len(made.digests):,} photos, explained by {model.name}")
+    terminal.echo(f"{folder} is the new baseline: {len(made.digests):,} photos, explained by {model.name}")
     return SAME
 
 
@@ -135,24 +135,24 @@ def _read_boxes(path: Path | None) -> dict[str, Box]:
     if path is None:
         return {}
     try:
-        content = json.loads(_local.read_regular(path))
+        content = json.loads(read_regular(path))
         return {str(name): to_box(edges, f"boxes.{name}") for name, edges in content.items()}
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise InvalidArgument(f"{path} is not a JSON object of boxes by the name of the photo: {error}") from error
 
 
 def _print(report: Report, output: Path) -> None:
-    echo(brief(outputs.headline(report)))
+    terminal.echo(brief(outputs.headline(report)))
     for reason in report.reasons:
-        echo(f"  {brief(reason)}")
-    echo()
-    print_table(outputs.CHECK_HEADINGS, outputs.check_rows(report))
+        terminal.echo(f"  {brief(reason)}")
+    terminal.echo()
+    terminal.print_table(outputs.CHECK_HEADINGS, outputs.check_rows(report))
     if report.groups:
-        echo()
-        print_table(outputs.GROUP_HEADINGS, outputs.group_rows(report))
+        terminal.echo()
+        terminal.print_table(outputs.GROUP_HEADINGS, outputs.group_rows(report))
     if report.failures:
-        echo(f"\n{brief(outputs.left_out(report))}")
-    echo(f"\nThe report is {output / run.REPORT}")
+        terminal.echo(f"\n{brief(outputs.left_out(report))}")
+    terminal.echo(f"\nThe report is {output / run.REPORT}")
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from camserve import _comparison
-from camserve._errors import FailedPrecondition, InvalidArgument
+from camserve._core.errors import FailedPrecondition, InvalidArgument
+from camserve._values.comparison import Comparison, compare_explanations
 from camserve.diff import groups, rule
 from camserve.diff.calibration import first_class
 from camserve.diff.values import Answer, Case, Change, Failure, Report, Source
@@ -17,8 +17,7 @@ from camserve.diff.values import Answer, Case, Change, Failure, Report, Source
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from camserve._comparison import Comparison
-    from camserve._targets import BoxLike
+    from camserve._values.targets import BoxLike
     from camserve.diff.calibration import Calibration, MethodCalibration
     from camserve.diff.lines import RecordedExplanation, RecordedPhoto
     from camserve.diff.recording import Recording
@@ -153,7 +152,7 @@ def cases_of(
 
 def _compare(name: str, one: RecordedExplanation, other: RecordedExplanation, box: BoxLike | None) -> Comparison:
     try:
-        return _comparison.compare(one, other, box)
+        return compare_explanations(one, other, box)
     except InvalidArgument as error:
         raise FailedPrecondition(f"{name}: {error.message}") from error
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from camserve._picture import Photo
+    from camserve._values.picture import Photo
     from camserve.diff.values import Case
 
 MOST: Final = 4

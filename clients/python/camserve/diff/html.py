@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from camserve import _html, _local
-from camserve._map_numbers import bounded
-from camserve._notebook import bundle
+from camserve._core.files import replacing
+from camserve._show import bundle, html
+from camserve._values import map_numbers
 from camserve.diff.values import Change
 from camserve.diff.view.elements import element
 from camserve.diff.view.summary import headline, summary
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from camserve._picture import Photo
+    from camserve._values.picture import Photo
     from camserve.diff.values import Answer, Case, Report
 
 MOST_CELLS = 64
@@ -68,7 +68,7 @@ def write(path: Path, report: Report, pictures: Callable[[Case], Pictures]) -> N
     Raises:
         OSError: The file cannot be written.
     """
-    with _local.replacing(path) as file:
+    with replacing(path) as file:
         for part in _parts(report, pictures):
             file.write(part.encode("utf-8", "replace"))  # a name of a file may contain lone surrogates
 
@@ -116,14 +116,14 @@ def _case_blocks(index: int, case: Case, shown: Pictures, photos: dict[str, int]
 
 
 def _block(name: str, data: object) -> str:
-    return f'<script type="application/json" id="{name}">{_html.script_json(data)}</script>\n'
+    return f'<script type="application/json" id="{name}">{html.script_json(data)}</script>\n'
 
 
 def _index(report: Report, photos: dict[str, int]) -> Iterator[str]:
     """Yield the element with all that the list is sorted and filtered by."""
     yield '<script type="application/json" id="index">['
     for index, case in enumerate(report.cases):
-        yield ("," if index else "") + _html.script_json(_plain_entry(case, photos[case.image]))
+        yield ("," if index else "") + html.script_json(_plain_entry(case, photos[case.image]))
     yield "]</script>\n"
 
 
@@ -185,7 +185,7 @@ def _plain_map(heatmap: NDArray[np.float32]) -> dict[str, Any]:
 
 def _averaged(heatmap: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return a map in fewer cells; a cell is NaN if a value in it is not finite."""
-    heatmap = bounded(heatmap)
+    heatmap = map_numbers.bounded(heatmap)
     down, across = (_averaging(side) for side in heatmap.shape)
     isfinite = np.isfinite(heatmap)
     means = down @ np.where(isfinite, heatmap, 0) @ across.T

@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from camserve import _targets
-from camserve._errors import InvalidArgument
-from camserve._picture import Box, Photo, excess_pixels
-from camserve._receipts import Receipt, target_message
-from camserve._values import Prediction
+from camserve._codec.targets import decode_target, target_message
+from camserve._core.errors import InvalidArgument
+from camserve._values.picture import Box, Photo, excess_pixels
+from camserve._values.prediction import Prediction
+from camserve._values.receipt import Receipt
+from camserve._values.targets import TargetLike, similarity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from camserve._result import Explanation, Result, Verdict
-    from camserve._targets import TargetLike
+    from camserve._values.result import Explanation, Result
+    from camserve._values.verdict import Verdict
+
 
 MAX_BYTES = 96 << 20
 """Most bytes of a line: an answer of a server has at most 64 MiB, which are 86 MiB in base64."""
@@ -60,8 +62,8 @@ class RecordedExplanation:
     def resolved(self) -> TargetLike:
         """The target, to explain the same one with another model."""
         message = target_message(self.receipt.target)
-        target = _targets.decode(message)
-        return _targets.similarity(message.similarity.image) if target is None else target
+        target = decode_target(message)
+        return similarity(message.similarity.image) if target is None else target
 
 
 @dataclass(frozen=True, eq=False, slots=True)

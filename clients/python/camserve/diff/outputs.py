@@ -10,8 +10,8 @@ from dataclasses import asdict
 from html import escape
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from camserve._core.text import brief
 from camserve.diff.values import Change
-from camserve.terminal import brief
 
 if TYPE_CHECKING:
     from camserve.diff.values import Answer, Case, Group, Interval, Report

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
-from camserve._errors import CamserveError, Internal
-from camserve._photo_errors import is_photo_error, is_request_error
+from camserve._core.errors import CamserveError, Internal
+from camserve._transport.photo_errors import is_photo_error, is_request_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from camserve._codec import ExplainOptions, ImageWithOptions
-    from camserve._stream import Outcome
     from camserve._sync.client import Client
+    from camserve._transport.stream import Outcome
+    from camserve._values.options import ExplainOptions, ImageWithOptions
     from camserve.diff.recording import Recording
 
 THUMBNAIL_SIDE: Final = 256  # pixels

@@ -15,21 +15,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from google.protobuf import json_format
-
-from camserve import _codec, _local, connect
-from camserve._errors import FailedPrecondition, InvalidArgument
-from camserve._values import Method
+from camserve._codec import stored_options
+from camserve._codec.json_messages import InvalidJson
+from camserve._codec.stored_options import read_options
+from camserve._core.errors import FailedPrecondition, InvalidArgument
+from camserve._core.files import open_regular, read_regular, remove_temporary_files, replacing, write_file
 from camserve.diff import lines
-from camserve.v1 import explain_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterable, Mapping
     from pathlib import Path
     from typing import BinaryIO, Self
 
-    from camserve._result import Result
-    from camserve._values import Model
+    from camserve._values.models import Model
+    from camserve._values.options import ExplainOptions
+    from camserve._values.result import Result
     from camserve.diff.lines import RecordedPhoto
 
 HEADER_FILE: Final = "recording.json"
@@ -123,46 +123,33 @@ class Header:
             raise FailedPrecondition(f"the models have different {what}")
 
 
-def options_of(header: Header) -> _codec.ExplainOptions:
+def options_of(header: Header) -> ExplainOptions:
     """Return the options of a recording, except the targets: each photo has its own.
 
     Raises:
         InvalidArgument: The recording is damaged.
     """
     try:
-        request = connect.from_tree(dict(header.options), explain_pb2.ExplainRequest())
-    except connect.InvalidJson as error:
+        return read_options(header.options)
+    except InvalidJson as error:
         raise InvalidArgument(f"the options of the recording are damaged: {error}") from error
-    methods = [
-        Method(
-            method.name,
-            {name: value.text or value.number for name, value in method.parameters.items()},
-            method.augmentation_smoothing,
-            method.eigen_smoothing,
-        )
-        for method in request.methods
-    ]
-    fusion = _codec.fusion_name(request.fusion)
-    return {"methods": methods, "layers": list(request.layers), "fusion": fusion, "top_k": request.top_k}
 
 
-def plain_options(options: _codec.ExplainOptions) -> dict[str, Any]:
+def plain_options(options: ExplainOptions) -> dict[str, Any]:
     """Return the options that change a map, as values for JSON.
 
     Raises:
         InvalidArgument: An option is out of range, or a method or a layer is named twice.
     """
-    message = _codec.explain_request(**options)
-    if any(method.per_channel for method in message.methods):
+    plain = stored_options.plain_options(options)
+    methods: list[dict[str, Any]] = plain.get("methods", [])
+    if any("perChannel" in method for method in methods):
         raise InvalidArgument("a diff compares maps of all channels of the input: leave out per_channel")
-    methods = [(method.name, method.augmentation_smoothing, method.eigen_smoothing) for method in message.methods]
-    for named in (methods, message.layers):
-        if len(set(named)) < len(named):
-            raise InvalidArgument("a method or a layer is named twice: compare them one at a time")
-    for name in ("model", "rendering", "max_predictions"):
-        message.ClearField(name)
-    plain: dict[str, Any] = json_format.MessageToDict(message)
-    return plain
+    named = [(each.get("name", ""), "augmentationSmoothing" in each, "eigenSmoothing" in each) for each in methods]
+    layers: list[str] = plain.get("layers", [])
+    if len(set(named)) < len(named) or len(set(layers)) < len(layers):
+        raise InvalidArgument("a method or a layer is named twice: compare them one at a time")
+    return {name: value for name, value in plain.items() if name not in ("model", "rendering", "maxPredictions")}
 
 
 def _brief(value: object) -> str:
@@ -212,7 +199,7 @@ class Recording:
         for own in (folder.parent, folder):
             refuse_link(own)
         folder.mkdir(parents=True, exist_ok=True)
-        _local.remove_temporary_files(folder)
+        remove_temporary_files(folder)
         try:
             existing = read_header(folder)
         except InvalidArgument:
@@ -221,7 +208,7 @@ class Recording:
             for name in (PHOTOS_FILE, CALIBRATION_FILE):
                 (folder / name).unlink(missing_ok=True)
             content = {"format": FORMAT, **asdict(header)}
-            _local.write(folder / HEADER_FILE, json.dumps(content, indent=2, ensure_ascii=False).encode())
+            write_file(folder / HEADER_FILE, json.dumps(content, indent=2, ensure_ascii=False).encode())
         recording = cls(folder, header)
         recording._repair()
         return recording
@@ -235,7 +222,7 @@ class Recording:
         """
         recording = cls(folder, read_header(folder))
         path = folder / PHOTOS_FILE
-        with _readable(path), suppress(FileNotFoundError), _local.open_regular(path) as file:
+        with _readable(path), suppress(FileNotFoundError), open_regular(path) as file:
             if recording._scan(file) < os.fstat(file.fileno()).st_size:
                 raise InvalidArgument(f"{path} ends within a line: record it again")
         return recording
@@ -244,7 +231,7 @@ class Recording:
         """Add the explanations of a photo."""
         line = lines.encode(name, result)
         if self._file is None:
-            self._file = _local.open_regular(self.folder / PHOTOS_FILE, _APPEND, "ab")
+            self._file = open_regular(self.folder / PHOTOS_FILE, _APPEND, "ab")
         start = self._file.seek(0, os.SEEK_END)
         self._file.write(line)
         self._file.flush()
@@ -258,7 +245,7 @@ class Recording:
         """
         start, length, number = self._places[name]
         path = self.folder / PHOTOS_FILE
-        with _readable(path), _local.open_regular(path) as file:
+        with _readable(path), open_regular(path) as file:
             file.seek(start)
             return lines.decode(file.read(length), f"{path}, line {number},")
 
@@ -269,7 +256,7 @@ class Recording:
             OSError: The folder cannot be written.
         """
         path = self.folder / PHOTOS_FILE
-        with _local.open_regular(path) as file, _local.replacing(path) as compacted:
+        with open_regular(path) as file, replacing(path) as compacted:
             for name in names:
                 start, length, _ = self._places[name]
                 file.seek(start)
@@ -302,7 +289,7 @@ class Recording:
         path = self.folder / PHOTOS_FILE
         if not path.exists():
             return
-        with _local.open_regular(path, _APPEND, "r+b") as file:
+        with open_regular(path, _APPEND, "r+b") as file:
             try:
                 file.truncate(self._scan(file))
             except InvalidArgument as error:
@@ -335,7 +322,7 @@ def read_header(folder: Path) -> Header:
     path = folder / HEADER_FILE
     try:
         with _readable(path):
-            content = json.loads(_local.read_regular(path))
+            content = json.loads(read_regular(path))
     except FileNotFoundError as error:
         fault = f"it has no {HEADER_FILE}" if folder.is_dir() else "there is no such folder"
         raise InvalidArgument(f"{folder} is not a baseline: {fault}") from error

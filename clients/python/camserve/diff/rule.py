@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from camserve._errors import FailedPrecondition
+from camserve._core.errors import FailedPrecondition
 from camserve.diff.values import Check, Interval
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
-from camserve import _files, _local
-from camserve._errors import FailedPrecondition, InvalidArgument
+from camserve._core.errors import CamserveError, FailedPrecondition, InvalidArgument
+from camserve._core.files import open_regular, write_file
+from camserve._files.finding import images_in, scheme_of
 from camserve.diff import calibration, compare, html, outputs, recording
 from camserve.diff.calibration import Sample
 from camserve.diff.record import record
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from io import BufferedReader
 
-    from camserve._codec import ExplainOptions
-    from camserve._errors import CamserveError
     from camserve._sync.client import Client
+    from camserve._values.options import ExplainOptions
     from camserve.diff.calibration import Calibration
     from camserve.diff.values import Case, DiffSettings, Report
 
@@ -71,9 +71,9 @@ def photos_in(paths: Iterable[str], output: Path) -> dict[str, Path]:
     """
     photos: dict[str, Path] = {}
     for path in paths:
-        if _files.scheme_of(path):
+        if scheme_of(path):
             raise InvalidArgument(f"{path} is a URI: name a folder of this machine")
-        images, outside = _files.images_in([path], output)
+        images, outside = images_in([path], output)
         if outside:
             raise InvalidArgument(f"{outside[0]} is a link out of its folder: name the folder that it leads to")
         for image in images:
@@ -159,7 +159,7 @@ def _digests(photos: Mapping[str, Path]) -> dict[str, str]:
 
 
 def _digest(path: Path) -> str:
-    with _local.open_regular(path) as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(cast("BufferedReader", file), "sha256").hexdigest()
 
 
@@ -299,7 +299,7 @@ def _write(report: Report, sides: tuple[Recording, Recording], output: Path) -> 
 
     html.write(output / REPORT, report, pictures)
     for name, data in others.items():
-        _local.write(output / name, data)
+        write_file(output / name, data)
     if summary := os.environ.get(SUMMARY_VARIABLE):
         with suppress(OSError), Path(summary).open("a", encoding="utf-8") as file:
             file.write(outputs.to_markdown(report))

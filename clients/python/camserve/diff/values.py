@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from camserve._codec import ExplainOptions
-    from camserve._comparison import Comparison
-    from camserve._result import Verdict
-    from camserve._targets import BoxLike
-    from camserve._values import Prediction
+    from camserve._values.comparison import Comparison
+    from camserve._values.options import ExplainOptions
+    from camserve._values.prediction import Prediction
+    from camserve._values.targets import BoxLike
+    from camserve._values.verdict import Verdict
 
 
 SAMPLE: Final = 64

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from camserve import assets, connect
-from camserve.assets import Asset
+from camserve.web import assets, connect
+from camserve.web.connect import error_json
 from camserve_server.api.grpc_server import Border, Health
 from camserve_server.api.http import endpoints
 from camserve_server.api.http.loops import run_on
@@ -44,11 +44,11 @@ def build(border: Border, health: Health) -> Starlette:
 def _pages() -> Iterator[Route]:
     """Yield the routes of the page's files and of the OpenAPI document, which are served from memory."""
     document = resources.files(__package__).joinpath("openapi.json").read_bytes()
-    for path, asset in {**assets.load(), "openapi.json": Asset.of(document, connect.JSON)}.items():
+    for path, asset in {**assets.load(), "openapi.json": assets.Asset.of(document, connect.JSON)}.items():
         yield Route(f"/{path}", partial(_asset, asset))
 
 
-async def _asset(asset: Asset, request: Request) -> Response:
+async def _asset(asset: assets.Asset, request: Request) -> Response:
     if asset.etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=asset.headers)
     body, headers = asset.encoded(request.headers.get("accept-encoding", ""))
@@ -67,6 +67,6 @@ async def _health(border: Border, health: Health, _request: Request) -> Response
 
 async def _not_found(request: Request, _error: Exception) -> Response:
     if request.method == "POST":
-        error = connect.error_json(grpc.StatusCode.UNIMPLEMENTED, "there is no RPC at this path: see /openapi.json")
+        error = error_json(grpc.StatusCode.UNIMPLEMENTED, "there is no RPC at this path: see /openapi.json")
         return JSONResponse(error, 404)
     return PlainTextResponse("not found\n", 404)

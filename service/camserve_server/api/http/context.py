@@ -16,7 +16,8 @@ from google.protobuf.message import Message
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from camserve import connect
+from camserve.web import connect
+from camserve.web.connect import Json, error_bytes, error_json, retry_after
 from camserve_server.api.connection_limits import ReceiveSlot, receive_within
 from camserve_server.api.http.forms import Media
 from camserve_server.api.http.loops import run_on
@@ -42,9 +43,9 @@ class CallFailed(grpc.aio.AbortError):
         super().__init__(message)
         self.code, self.message, self.trailers = code, message, trailers
 
-    def json(self) -> connect.Json:
+    def json(self) -> Json:
         """Return the error in the Connect protocol's form."""
-        return connect.error_json(self.code, self.message, self.trailers)
+        return error_json(self.code, self.message, self.trailers)
 
 
 class HttpContext:
@@ -181,12 +182,12 @@ class HttpContext:
     async def send_error(self, error: CallFailed) -> None:
         """Send the response of a call that failed."""
         headers = {"content-type": connect.JSON}
-        if seconds := connect.retry_after(error.trailers):
+        if seconds := retry_after(error.trailers):
             headers["retry-after"] = seconds
         if error.code is grpc.StatusCode.UNAUTHENTICATED:
             headers["www-authenticate"] = "Bearer"
         status = self.http_status or connect.HTTP_STATUS[error.code]
-        await self._respond(status, headers, connect.error_bytes(error.json()))
+        await self._respond(status, headers, error_bytes(error.json()))
 
 
 class UnaryContext(HttpContext):
@@ -281,7 +282,7 @@ class StreamContext(HttpContext):
         if not self._in_lines:
             await self._send_part(connect.end_of_stream(error.json() if error else None))
         elif error:
-            await self._send_part(connect.error_bytes({"streamError": error.json()}) + b"\n")
+            await self._send_part(error_bytes({"streamError": error.json()}) + b"\n")
         await self._finish()
 
     @property

@@ -14,8 +14,9 @@ from google.protobuf.message import Message
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from camserve import connect
 from camserve.v1 import explain_pb2
+from camserve.web import connect
+from camserve.web.connect import IMAGE_FORMATS, RPCS, message_class
 from camserve_server.api.connection_limits import Messages
 from camserve_server.api.deserialization import Deserialization
 from camserve_server.api.grpc_server import Border
@@ -43,7 +44,7 @@ def routes(border: Border, services: Services) -> list[Route]:
     """
     return [
         Route(path, _endpoint(border, path, services.handler(path)), methods=["POST"], include_in_schema=False)
-        for path in connect.RPCS
+        for path in RPCS
     ]
 
 
@@ -72,7 +73,7 @@ class Endpoint:
     encodings: tuple[str, ...] = (IDENTITY,)
 
     def __init__(self, border: Border, path: str, behaviour: Behaviour) -> None:
-        self._border, self._path, self._rpc = border, path, connect.RPCS[path]
+        self._border, self._path, self._rpc = border, path, RPCS[path]
         self._behaviours = {media.name: self._deserialized(media, behaviour) for media in self.media.values()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,7 +155,7 @@ class Endpoint:
         raise InvalidArgument(f"send this RPC's messages with Content-Encoding: {' or '.join(self.encodings)}")
 
     def _deserialization(self, media: Media) -> Deserialization:
-        parse = media.parse(connect.message_class(self._rpc.input_type))
+        parse = media.parse(message_class(self._rpc.input_type))
         return Deserialization(self._border.state, self._border.limits, self._path, parse, media.form)
 
 
@@ -191,7 +192,7 @@ class PictureEndpoint(UnaryEndpoint):
         async def explain(request: explain_pb2.ExplainRequest, context: Context) -> Any:
             wanted = _accepted_picture(cast("HttpContext", context))
             if wanted and not request.rendering.overlay:
-                request.rendering.overlay = connect.IMAGE_FORMATS[wanted]
+                request.rendering.overlay = IMAGE_FORMATS[wanted]
             return await behaviour(request, context)
 
         return super()._deserialized(media, explain)
@@ -202,7 +203,7 @@ class PictureEndpoint(UnaryEndpoint):
             await context.send_reply(reply)
             return
         overlay = explained.explanations[0].overlay
-        names = {number: name for name, number in connect.IMAGE_FORMATS.items()}
+        names = {number: name for name, number in IMAGE_FORMATS.items()}
         await context.send_picture(overlay.data, names[overlay.format])
 
 
@@ -234,8 +235,8 @@ def _accepted_picture(context: HttpContext) -> str:
     for part in context.headers.get("accept", "").split(","):
         name = part.partition(";")[0].strip().lower()
         if name == "image/*":
-            return next(iter(connect.IMAGE_FORMATS))
-        if name in connect.IMAGE_FORMATS:
+            return next(iter(IMAGE_FORMATS))
+        if name in IMAGE_FORMATS:
             return name
         if name in (connect.JSON, "*/*"):
             return ""

@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 
 from google.protobuf.message import Message
 
-from camserve import connect
+from camserve.web import connect
+from camserve.web.connect import InvalidJson, from_json, to_json
 from camserve_server.api.codec.footprint import COPIES, ELEMENT, Shape
 from camserve_server.api.deserialization import Form, Parse
 from camserve_server.core.errors import InvalidArgument
@@ -49,7 +50,7 @@ class Media:
 
     def encode(self, reply: Message) -> bytes:
         """Return a reply in this form."""
-        return connect.to_json(reply) if self.json else reply.SerializeToString()
+        return to_json(reply) if self.json else reply.SerializeToString()
 
 
 UNARY = {media.name: media for media in (Media(connect.JSON, json=True), Media(connect.PROTO, json=False))}
@@ -82,6 +83,6 @@ def count_json(data: bytes, _shape: Shape, max_fields: int) -> int | None:
 
 def _from_json(message: type[Message], data: bytes) -> Any:
     try:
-        return connect.from_json(data, message())
-    except connect.InvalidJson as error:
+        return from_json(data, message())
+    except InvalidJson as error:
         raise InvalidArgument(str(error), field=error.field) from None

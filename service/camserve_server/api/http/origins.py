@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from camserve import connect
+from camserve.web import connect
 from camserve_server.api.hosts import Hosts
 from camserve_server.core.config import Settings
 

@@ -7,7 +7,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from camserve import connect
+from camserve.web import connect
 from camserve_server.api.connection_limits import HANDSHAKE_TIMEOUT
 
 log = logging.getLogger(__name__)

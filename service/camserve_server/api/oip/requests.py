@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from camserve import connect
 from camserve.v1 import explain_pb2
+from camserve.web.connect import from_tree
 from camserve_server.api import codec
 from camserve_server.api.codec.checks import find_known, join_names, shorten
 from camserve_server.api.codec.formats import FORMATS, PROFILES
@@ -183,7 +183,7 @@ def _write_texts(template: explain_pb2.ExplainRequest, parameter: _InferParamete
 
 def _write_interventions(template: explain_pb2.ExplainRequest, parameter: _InferParameter, _model: ModelInfo) -> None:
     try:
-        connect.from_tree({"interventions": json.loads(parameter.text())}, template)
+        from_tree({"interventions": json.loads(parameter.text())}, template)
     except (ValueError, RecursionError) as error:
         raise parameter.error("a list of Intervention messages of camserve.v1, as JSON") from error
 

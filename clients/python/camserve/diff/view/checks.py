@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from camserve import _html
+from camserve._show import html
 from camserve.diff.view.elements import Html, count, element, join, number, numbers, percent, percents, scrolling
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def checks_of(report: Report) -> Iterator[Html]:
     start = _axis_start(report.checks)
     yield element("ul", *(_check(check, start, report.max_changed) for check in report.checks), class_="cards")
     rows = [_row(check) for check in report.checks]
-    table = Html(_html.table(_HEADINGS, rows, "Checks by method and layer"))
+    table = Html(html.table(_HEADINGS, rows, "Checks by method and layer"))
     region = scrolling(table, "Table of the checks")
     yield element("details", element("summary", "The checks as a table"), region)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from camserve import _html
+from camserve._show import html
 from camserve.diff.values import Change
 from camserve.diff.view.checks import checks_of
 from camserve.diff.view.elements import Html, count, element, join, percent, percents, scrolling
@@ -80,7 +80,7 @@ def _failures(failures: tuple[Failure, ...]) -> Html:
     if not failures:
         return Html()
     lines = [(failure.image, failure.side, failure.message) for failure in failures]
-    table = Html(_html.table(("Photo", "Side", "Error"), lines, "Photos that were left out"))
+    table = Html(html.table(("Photo", "Side", "Error"), lines, "Photos that were left out"))
     title = f"{count(len({failure.image for failure in failures}), 'photo')} could not be explained by both models"
     return element("details", element("summary", title), scrolling(table, "Table of the errors"), class_="failures")
 

@@ -1,0 +1,1 @@
+"""Encode calls as protobuf messages, and decode replies into values. Nothing here does network I/O."""

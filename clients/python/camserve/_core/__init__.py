@@ -1,0 +1,1 @@
+"""Foundations of every room: errors, checks of options, safe local files and printable text."""

@@ -1,0 +1,1 @@
+"""Find photos, and name the files of results."""

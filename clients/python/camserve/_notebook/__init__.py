@@ -1,1 +1,0 @@
-"""Comparison of the maps of a result in a notebook: one script, one style sheet, and the data, all inline."""

@@ -1,0 +1,1 @@
+"""Settings, connections, retries and streams of both clients."""

@@ -1,0 +1,1 @@
+"""The web page: its files, the services as JSON over HTTP, and a proxy."""
