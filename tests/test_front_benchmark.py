@@ -19,7 +19,7 @@ from benchmarks.scale import TINY
 
 import benchmark_programs
 from camserve_server import Explainer
-from camserve_server.imaging import images, render, scales
+from camserve_server.imaging import fitting, render, scales
 from camserve_server.imaging.values import Rendering
 from camserve_server.models.source import DEFAULT_PREPROCESS
 
@@ -263,7 +263,7 @@ def test_models_grid_and_classes_are_those_of_common_models():
 @pytest.mark.parametrize("side", [0, 224])
 def test_floor_draws_about_what_the_server_draws(side):
     photo = cv2.cvtColor(cv2.imdecode(np.frombuffer(photos.photos()[0], np.uint8), cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB)
-    seen = images.visible_box(photo.shape[:2], DEFAULT_PREPROCESS)
+    seen = fitting.visible_box(photo.shape[:2], DEFAULT_PREPROCESS)
     scaled = scales.scale_map(floor.GRID, Rendering(), DEFAULT_PREPROCESS.size)
     expected, _ = render.draw(photo, scaled, seen, Rendering(overlay="jpeg", max_side=side or None))
     drawn, theirs = (

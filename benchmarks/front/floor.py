@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.photos import photos
 from camserve_server.core.arrays import Pixels
-from camserve_server.imaging.images import fit
+from camserve_server.imaging.fitting import fit
 from camserve_server.imaging.values import Box
 from camserve_server.models.source import DEFAULT_PREPROCESS
 

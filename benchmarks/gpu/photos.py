@@ -17,7 +17,7 @@ from benchmarks.timing import Run
 from camserve_server.core.arrays import Map, Pixels
 from camserve_server.core.limits import Limits
 from camserve_server.engine.inputs import upload
-from camserve_server.imaging import images, render, scales
+from camserve_server.imaging import fitting, images, render, scales
 from camserve_server.imaging.channels import picture
 from camserve_server.imaging.values import Preprocess, Rendering
 
@@ -65,7 +65,7 @@ def _steps(scale: Scale) -> Mapping[str, Mapping[str, Run]]:
     heat = np.random.default_rng(0).random((GRID, GRID), np.float32)
     steps: dict[str, dict[str, Run]] = {
         "decode": {"cpu": lambda: [images.decode(one, Limits()) for one in files]},
-        "fit to the model's input": {"cpu": lambda: [images.fit(one, wanted) for one in decoded]},
+        "fit to the model's input": {"cpu": lambda: [fitting.fit(one, wanted) for one in decoded]},
         "draw and encode": {"cpu": partial(_drawn, [picture(one) for one in decoded], heat, wanted)},
         "upload, as float32 from pageable memory": {"cpu": partial(_pageable, small, scale)},
         "upload, as the engine does": {"cpu": lambda: upload(small, torch.device(scale.device))},
@@ -84,7 +84,7 @@ def _steps(scale: Scale) -> Mapping[str, Mapping[str, Run]]:
 
 def _drawn(decoded: Sequence[Pixels], heat: Map, wanted: Preprocess) -> None:
     for one in decoded:
-        _, seen = images.fit(one[:8, :8], wanted)
+        _, seen = fitting.fit(one[:8, :8], wanted)
         render.draw(one, scales.scale_map(heat, JPEG, wanted.size), seen, JPEG)
 
 

@@ -20,7 +20,7 @@ from camserve.v1 import explain_pb2, models_pb2
 from camserve_server.api.servicers.explain import progress_reporter
 from camserve_server.core.errors import ConfigError
 from camserve_server.core.limits import Limits
-from camserve_server.imaging import images, scales
+from camserve_server.imaging import fitting, images, scales
 from camserve_server.imaging.values import Rendering
 
 RAW = explain_pb2.Rendering(heatmap=True)
@@ -78,7 +78,7 @@ async def test_response_has_predictions_heatmaps_overlays_and_timing(shared_serv
 async def test_receipt_identifies_model_weights_image_and_versions(shared_server):
     receipt = (await shared_server.explain(request())).receipt
     info = shared_server.pipeline.models["tiny"]
-    image, _ = images.fit(images.decode(PHOTO, Limits()), info.preprocess)
+    image, _ = fitting.fit(images.decode(PHOTO, Limits()), info.preprocess)
 
     assert (receipt.digest, receipt.weights, receipt.source) == (info.digest, info.weights, info.source)
     assert (receipt.precision, receipt.device) == ("float32", "cpu")

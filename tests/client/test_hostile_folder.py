@@ -27,7 +27,7 @@ from camserve._core.files import (
     read_within,
     write_file,
 )
-from camserve.dataset import job as jobs
+from camserve.dataset.job import THREADS, _prefetch
 from camserve.v1 import models_pb2
 
 PHOTO = b"\xff\xd8\xff\xe0\x01"
@@ -308,7 +308,7 @@ def test_text_is_not_sent_by_a_job_as_the_file_it_names(photos: Path) -> None:
             return key
 
     with ThreadPoolExecutor(1) as pool, pytest.raises(TypeError):
-        next(jobs._prefetch(pool, Texts(), [str(photos / "cat.jpg")], deque()))  # type: ignore[arg-type]
+        next(_prefetch(pool, Texts(), [str(photos / "cat.jpg")], deque()))  # type: ignore[arg-type]
 
 
 def test_folder_named_like_a_scheme_is_no_way_out_of_a_table_s_folder(
@@ -420,9 +420,9 @@ def test_large_photos_of_a_job_are_read_only_in_their_turn() -> None:
             read.append(key)
             return PHOTO
 
-    keys = [str(number) for number in range(3 * jobs.THREADS)]
-    with ThreadPoolExecutor(jobs.THREADS) as pool:
-        for number, _ in enumerate(jobs._prefetch(pool, Large(), keys, deque()), 1):  # type: ignore[arg-type]
+    keys = [str(number) for number in range(3 * THREADS)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        for number, _ in enumerate(_prefetch(pool, Large(), keys, deque()), 1):  # type: ignore[arg-type]
             assert read == keys[:number]
     assert read == keys
 

@@ -24,7 +24,7 @@ from camserve_server.cluster import application, commands, job, proxy
 from camserve_server.cluster.calls import RowsInFlight
 from camserve_server.cluster.engine import Engine
 from camserve_server.cluster.ingress import HEALTH_CHECK_INTERVAL, UNARY, Ingress
-from camserve_server.core import config, devices
+from camserve_server.core import config, device_names
 from camserve_server.core.errors import ConfigError
 from support import PHOTOS, StoppedClock
 
@@ -315,10 +315,10 @@ def test_gpu_that_ray_does_not_reserve_is_refused(device):
 def test_engine_starts_a_worker_for_each_visible_gpu_and_fails_without_one(gpus):
     for visible, expected in ((1, ["cuda:0"]), (2, ["cuda:0", "cuda:1"])):
         gpus(*[(9, 0)] * visible)
-        assert devices.parse_devices(application.device_of("auto", visible)) == expected
+        assert device_names.parse_devices(application.device_of("auto", visible)) == expected
     gpus()
     with pytest.raises(ConfigError, match="torch sees 0 CUDA devices here"):
-        devices.parse_devices(application.device_of("auto", 1))
+        device_names.parse_devices(application.device_of("auto", 1))
 
 
 @pytest.mark.parametrize(

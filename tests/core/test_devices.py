@@ -12,7 +12,7 @@ import torch
 
 import camserve
 from camserve_server.app import server
-from camserve_server.core import devices, hardware
+from camserve_server.core import device_names, devices, hardware
 from camserve_server.core.errors import ConfigError
 from camserve_server.models import parse
 from rounding import check_same
@@ -158,36 +158,36 @@ def warnings(monkeypatch):
 def test_devices_are_named_one_by_one_or_all_at_once(gpus, names, expected):
     gpus((7, 5), (9, 0))
 
-    assert devices.parse_devices(names) == expected
+    assert device_names.parse_devices(names) == expected
 
 
 @pytest.mark.parametrize("names", ["cuda:2", "cpu,gpu", "cuda:0,", "", "cuda:00"])
 def test_missing_device_is_an_error_with_its_name(gpus, names):
     gpus((8, 0), (9, 0))
     with pytest.raises(ConfigError, match=f'device "{names.rpartition(",")[2]}".*cuda:0, cuda:1'):
-        devices.parse_devices(names)
+        device_names.parse_devices(names)
 
 
 def test_without_a_gpu_cuda_is_an_error_and_auto_is_the_cpu(gpus, machine, warnings):
     gpus()
     machine()
 
-    assert devices.parse_devices("auto") == ["cpu"]
+    assert device_names.parse_devices("auto") == ["cpu"]
     assert warnings == []
     with pytest.raises(ConfigError, match="torch sees 0 CUDA devices"):
-        devices.parse_devices("cuda")
+        device_names.parse_devices("cuda")
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
 def test_other_accelerators_of_torch_can_be_named(monkeypatch, kind):
     with pytest.raises(ConfigError, match=f'device "{kind}": torch sees 0 {kind.upper()} devices here'):
-        devices.parse_devices(kind)
+        device_names.parse_devices(kind)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
 
-    assert devices.parse_devices(kind) == devices.parse_devices(f"{kind}:0") == [f"{kind}:0"]
+    assert device_names.parse_devices(kind) == device_names.parse_devices(f"{kind}:0") == [f"{kind}:0"]
     with pytest.raises(ConfigError, match=f"torch sees cpu, {kind}:0 here"):
-        devices.parse_devices("gpu")
+        device_names.parse_devices("gpu")
 
 
 # --- a GPU that cannot be used ---
@@ -235,13 +235,13 @@ def test_unusable_gpu_is_a_warning_for_auto_and_an_error_if_named(gpus, machine,
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: why != "a build for CPUs")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
-    assert devices.parse_devices("auto") == ["cpu"]
+    assert device_names.parse_devices("auto") == ["cpu"]
     (line,) = warnings
     assert line.startswith("this machine has a GPU that cannot be used: ")
     assert REASONS[why] in line
     for named in ("cuda", "cuda:0"):
         with pytest.raises(ConfigError, match=re.escape(REASONS[why])):
-            devices.parse_devices(named)
+            device_names.parse_devices(named)
 
 
 OLD = "it has compute capability 6.1, and torch .* is built for 7.5 or more"
@@ -250,9 +250,9 @@ OLD = "it has compute capability 6.1, and torch .* is built for 7.5 or more"
 def test_auto_skips_a_gpu_that_is_too_old_for_torch(gpus, warnings):
     gpus((6, 1), (8, 0))
 
-    assert devices.parse_devices("auto") == ["cuda:1"]
+    assert device_names.parse_devices("auto") == ["cuda:1"]
     gpus((6, 1))
-    assert devices.parse_devices("auto") == ["cpu"]
+    assert device_names.parse_devices("auto") == ["cpu"]
     assert re.search(f"this machine has a GPU that cannot be used: cuda:0: {OLD}.* Models run on the CPU", warnings[-1])
 
 
@@ -260,7 +260,7 @@ def test_auto_skips_a_gpu_that_is_too_old_for_torch(gpus, warnings):
 def test_named_gpu_that_is_too_old_for_torch_is_an_error(gpus, names):
     gpus((6, 1), (8, 0))
     with pytest.raises(ConfigError, match=f'device "cuda:0": {OLD}'):
-        devices.parse_devices(names)
+        device_names.parse_devices(names)
 
 
 @pytest.mark.parametrize(

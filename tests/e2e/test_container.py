@@ -24,7 +24,7 @@ import fork_server
 import needs
 from camserve import cli
 from camserve_server.api import exposure
-from camserve_server.core import config, devices
+from camserve_server.core import config, device_names
 from camserve_server.core.errors import ConfigError
 from server_process import reserved_port
 from support import PHOTOS, wait_until
@@ -288,7 +288,7 @@ def test_compose_gpu_service_does_not_fall_back_to_the_cpu(monkeypatch):
 
     assert gpu == cpu | {"CAMSERVE_DEVICE": "${CAMSERVE_DEVICE:-cuda}"}
     with pytest.raises(ConfigError, match="torch sees 0 CUDA devices here"):
-        devices.parse_devices("cuda")
+        device_names.parse_devices("cuda")
 
 
 def run_python(code, **environment):

@@ -23,8 +23,9 @@ from PIL import Image
 import camserve
 import fork_server
 from camserve import dataset
+from camserve._transport.photo_errors import is_photo_error, is_request_error
 from camserve.cli import main
-from camserve.dataset import job
+from camserve.dataset import job, results
 from support import serving
 
 NETS = """
@@ -296,10 +297,10 @@ def test_errors_of_photos_requests_and_servers_are_distinguished():
         *(kind("x") for kind in (camserve.NotFound, camserve.Unauthenticated, camserve.PermissionDenied)),
     ]
 
-    assert all(map(job.is_photo_error, photo_errors))
-    assert not any(map(job.is_photo_error, [*server_errors, *request_errors]))
-    assert all(map(job.is_request_error, request_errors))
-    assert not any(map(job.is_request_error, [*server_errors, *photo_errors]))
+    assert all(map(is_photo_error, photo_errors))
+    assert not any(map(is_photo_error, [*server_errors, *request_errors]))
+    assert all(map(is_request_error, request_errors))
+    assert not any(map(is_request_error, [*server_errors, *photo_errors]))
 
 
 SPEC = dataset.JobSpec({"heatmap": False}, dataset.Outputs("jpeg", heatmaps=False, receipts=False))
@@ -446,7 +447,7 @@ def test_failure_of_a_store_is_not_an_error_of_the_photo(monkeypatch, tmp_path):
         monkeypatch.setattr(photos, "_file_system", Mock(return_value=store))
         with pytest.raises(camserve.CamserveError) as raised:
             photos.read("s3://b/1.png")
-        outcomes[type(error)] = job.is_photo_error(raised.value)
+        outcomes[type(error)] = is_photo_error(raised.value)
 
     assert outcomes == {OSError: False, FileNotFoundError: True}
 
@@ -658,7 +659,7 @@ def test_job_reads_only_a_few_photos_ahead(tmp_path):
 
 
 def test_a_finished_photo_takes_16_bytes_of_memory(monkeypatch):
-    seen = job.KeySet()
+    seen = results.KeySet()
     monkeypatch.setattr(job, "MERGE_SIZE", 1000)
 
     assert all(seen.add(str(n)) for n in range(10_500))

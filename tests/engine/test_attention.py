@@ -28,7 +28,7 @@ from camserve_server.jobs.verdict import Verdict
 from camserve_server.methods import METHODS, Attention
 from camserve_server.methods.values import MethodCall
 from camserve_server.models import hooks
-from camserve_server.models.load import digest
+from camserve_server.models.weights import digest
 from camserve_server.targets.values import ClassTarget, ContrastTarget
 from methods.attention_papers import blocks_of, paper, reference, rolled, without_lowest
 from methods.tools import call, doubled, error_ratio, exact, explain, gap, inputs, job, noise, run

@@ -15,7 +15,7 @@ import fork_server
 from camserve_server.core import logs
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
-from camserve_server.imaging import channels, images
+from camserve_server.imaging import channels, fitting, headers, images
 from camserve_server.imaging.values import Preprocess
 from methods.tools import error_ratio
 from robustness.raster_files import by_pillow, npy, tiff
@@ -63,7 +63,7 @@ def test_tiff_keeps_every_value_of_every_channel(dtype, layout):
 
         assert found.dtype == values.dtype
         assert np.array_equal(found, values)
-        assert images.pixels_of(file, LIMITS) == values.shape[0] * values.shape[1]
+        assert headers.pixels_of(file, LIMITS) == values.shape[0] * values.shape[1]
 
 
 @pytest.mark.parametrize("compression", ["raw", "tiff_lzw", "tiff_deflate", "packbits"])
@@ -262,13 +262,13 @@ def test_file_that_does_not_fit_is_refused_with_a_reason(file, count, words):
 
     assert caught.value.field == "image"
     assert len(caught.value.message) < 200
-    assert images.memory_to_decode(file, LIMITS, count) >= 0
+    assert headers.memory_to_decode(file, LIMITS, count) >= 0
 
 
 def test_memory_of_a_tile_larger_than_its_page_is_counted():
     file = tiff(np.zeros((16, 16), np.uint8), tile=(1024, 2048), compression="zlib")
 
-    assert images.memory_to_decode(file, LIMITS, 1) >= 3 * 1024 * 2048
+    assert headers.memory_to_decode(file, LIMITS, 1) >= 3 * 1024 * 2048
 
 
 PLAIN_GREY = np.zeros((64, 64), np.uint8)
@@ -287,15 +287,15 @@ PLAIN_GREY = np.zeros((64, 64), np.uint8)
     ],
 )
 def test_memory_counts_pages_repeated_grey_and_float32(file, as_float, each):
-    assert images.memory_to_decode(file, LIMITS, as_float=as_float) == each * PLAIN_GREY.size
+    assert headers.memory_to_decode(file, LIMITS, as_float=as_float) == each * PLAIN_GREY.size
 
 
 def test_file_that_is_refused_for_its_size_needs_no_memory():
     for file in (tiff(PLAIN_GREY), npy(PLAIN_GREY), by_pillow(PLAIN_GREY, "PNG"), by_pillow(PLAIN_GREY, "JPEG")):
-        assert images.memory_to_decode(file, Limits(pixels=64 * 64))
-        assert not images.memory_to_decode(file, Limits(pixels=64 * 64 - 1))
-        assert not images.memory_to_decode(file, Limits(side=63))
-    assert not images.memory_to_decode(BOMBS["a large tile without compression"][0], LIMITS, 1)
+        assert headers.memory_to_decode(file, Limits(pixels=64 * 64))
+        assert not headers.memory_to_decode(file, Limits(pixels=64 * 64 - 1))
+        assert not headers.memory_to_decode(file, Limits(side=63))
+    assert not headers.memory_to_decode(BOMBS["a large tile without compression"][0], LIMITS, 1)
 
 
 def test_tiff_of_more_parts_than_rows_of_the_tallest_picture_is_refused(monkeypatch):
@@ -382,7 +382,7 @@ def test_input_equals_torchvision_in_float64(dtype, count, interpolation):
         resized = functional.resize(unit.permute(2, 0, 1), [20], InterpolationMode(interpolation), antialias=True)
         return functional.normalize(functional.center_crop(resized, [16, 16]), mean, std).permute(1, 2, 0).numpy()
 
-    found, box = images.fit(values, preprocess)
+    found, box = fitting.fit(values, preprocess)
 
     assert found.dtype == np.float32
     assert error_ratio(found, torchvision_input(torch.float32), torchvision_input(torch.float64)) <= 1

@@ -14,7 +14,7 @@ import camserve_server
 from as_written import PREPROCESS, SIZE, plain
 from camserve_server import Explainer
 from camserve_server.core.limits import Limits
-from camserve_server.imaging import images
+from camserve_server.imaging import headers
 from camserve_server.models import Source
 from models.test_as_written import OPTIONS
 
@@ -87,10 +87,10 @@ def test_photo_of_16_bits_without_a_range_has_the_upper_8(explainer):
 
 def test_values_that_become_float32_count():
     eight, pixels = cv2.imencode(".png", (COLOURS >> 4).astype(np.uint8))[1].tobytes(), COLOURS[:, :, 0].size
-    assert images.memory_to_decode(eight, Limits()) == 6 * pixels
-    assert images.memory_to_decode(eight, Limits(), as_float=True) == (3 + 12) * pixels
-    assert images.memory_to_decode(png(COLOURS), Limits()) == 6 * pixels
-    assert images.memory_to_decode(png(COLOURS), Limits(), as_float=True) == (6 + 12) * pixels
+    assert headers.memory_to_decode(eight, Limits()) == 6 * pixels
+    assert headers.memory_to_decode(eight, Limits(), as_float=True) == (3 + 12) * pixels
+    assert headers.memory_to_decode(png(COLOURS), Limits()) == 6 * pixels
+    assert headers.memory_to_decode(png(COLOURS), Limits(), as_float=True) == (6 + 12) * pixels
 
 
 EIGHT_BITS = (COLOURS >> 4).astype(np.uint8)

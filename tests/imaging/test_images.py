@@ -20,13 +20,14 @@ import torch
 from PIL import Image, ImageOps
 from skimage import data
 from timm.data import create_transform
+from torch.nn import functional
 from torchvision import models, transforms
 from torchvision.transforms.v2.functional import _geometry
 
 import fork_server
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
-from camserve_server.imaging import images
+from camserve_server.imaging import fitting, headers, images
 from camserve_server.imaging.values import Box, Preprocess
 
 LIMITS = Limits()
@@ -187,7 +188,7 @@ class Work:
 @pytest.fixture
 def work(monkeypatch):
     """Count the work of decoding."""
-    done, imdecode, chunks = Work(), images.cv2.imdecode, images._chunks
+    done, imdecode, chunks = Work(), cv2.imdecode, headers._chunks
 
     class Inflating:
         def __init__(self):
@@ -209,7 +210,7 @@ def work(monkeypatch):
         done.decoded.append(file.tobytes())
         return imdecode(file, *flags)
 
-    monkeypatch.setattr(images.cv2, "imdecode", noted)
+    monkeypatch.setattr(cv2, "imdecode", noted)
     monkeypatch.setattr(images, "_chunks", counted)
     monkeypatch.setattr(images, "zlib", types.SimpleNamespace(decompressobj=Inflating, error=zlib.error))
     return done
@@ -231,7 +232,7 @@ def test_file_refused_by_opencv_is_refused(monkeypatch):
     def refuse(*_):
         raise cv2.error
 
-    monkeypatch.setattr(images.cv2, "imdecode", refuse)
+    monkeypatch.setattr(cv2, "imdecode", refuse)
     with pytest.raises(InvalidArgument, match="truncated or broken"):
         images.decode(KINDS["rgb"], LIMITS)
 
@@ -313,7 +314,7 @@ def test_png_that_inflates_to_more_than_its_picture_is_refused(side, rows, work)
     with pytest.raises(InvalidArgument, match="the PNG file is truncated or broken"):
         images.decode(bomb, LIMITS)
     assert work.decoded == []
-    assert work.inflated <= images._most_inflated(bomb, (side, side)) + images._SLICE
+    assert work.inflated <= headers._most_inflated(bomb, (side, side)) + headers._SLICE
 
 
 @pytest.mark.parametrize("interlaced", [False, True])
@@ -325,7 +326,7 @@ def test_valid_png_is_not_refused_as_a_bomb(shape, interlaced):
         head = file[16:28] + b"\1"
         file = file[:16] + head + struct.pack(">I", zlib.crc32(b"IHDR" + head)) + file[33:]
     limits = Limits(pixels=200_000, side=200_000)
-    assert images._strip_png(file, shape, limits)
+    assert headers.strip_png(file, shape, limits)
 
 
 def test_png_with_too_many_chunks_is_refused(work):
@@ -334,7 +335,7 @@ def test_png_with_too_many_chunks_is_refused(work):
     work.chunks = 0
     with pytest.raises(InvalidArgument, match="truncated or broken"):
         images.decode(file[:-12] + chunk * 1_000_000 + file[-12:], LIMITS)
-    assert work.chunks <= images._MAX_CHUNKS
+    assert work.chunks <= headers._MAX_CHUNKS
     assert len(work.decoded) == 1
 
 
@@ -488,7 +489,7 @@ def check_equal(seen, expected, at_most=1):
     [(224, 0.875, "bilinear"), (224, 0.875, "bicubic"), (224, 1.0, "bicubic"), (299, 0.95, "bilinear")],
 )
 def test_fit_equals_timms_transform(name, size, crop_pct, interpolation):
-    seen, _ = images.fit(PHOTOS[name], preprocess(size, int(size / crop_pct), interpolation))
+    seen, _ = fitting.fit(PHOTOS[name], preprocess(size, int(size / crop_pct), interpolation))
     expected = through_timm(PHOTOS[name], size, crop_pct, interpolation)
     check_equal(seen, expected, 2 if interpolation == "bicubic" else 1)
 
@@ -498,7 +499,7 @@ def test_fit_equals_timms_transform(name, size, crop_pct, interpolation):
 def test_fit_equals_torchvisions_transform(name, weights):
     transform = models.get_weight(weights).transforms()
     recipe = preprocess(transform.crop_size[0], transform.resize_size[0], transform.interpolation.value)
-    seen, _ = images.fit(PHOTOS[name], recipe)
+    seen, _ = fitting.fit(PHOTOS[name], recipe)
     mean, std = (torch.tensor(values)[:, None, None] for values in (transform.mean, transform.std))
     expected = ((transform(Image.fromarray(PHOTOS[name])) * std + mean) * 255).round()
     check_equal(seen, expected.permute(1, 2, 0).numpy().astype(int))
@@ -512,7 +513,7 @@ def test_exact_sizes_and_oblong_crops(name, interpolation, size, resize):
     recipe = Preprocess(size, resize, interpolation, (0, 0, 0), (1, 1, 1))
     mode = transforms.InterpolationMode(interpolation)
     expected = transforms.CenterCrop(size)(transforms.Resize(resize, mode)(Image.fromarray(PHOTOS[name])))
-    seen, _ = images.fit(PHOTOS[name], recipe)
+    seen, _ = fitting.fit(PHOTOS[name], recipe)
     at_most = {"nearest": 0, "bilinear": 1, "bicubic": 8}[interpolation]
     check_equal(seen, np.asarray(expected), at_most)
 
@@ -523,7 +524,7 @@ def test_input_is_black_where_the_crop_exceeds_the_photo(shape, interpolation):
     photo = np.random.default_rng(1).integers(1, 256, (*shape, 3), dtype=np.uint8)
     mode = transforms.InterpolationMode(interpolation)
     expected = transforms.CenterCrop(225)(transforms.Resize(100, mode)(Image.fromarray(photo)))
-    seen, box = images.fit(photo, preprocess(225, 100, interpolation))
+    seen, box = fitting.fit(photo, preprocess(225, 100, interpolation))
     check_equal(seen, np.asarray(expected))
     assert box.top < 0
     assert box.bottom > shape[0]
@@ -542,13 +543,13 @@ def test_fit_has_the_bytes_of_torchvisions_resize(shape, resize, interpolation, 
     expected = resized.permute(1, 2, 0).numpy()
 
     size = expected.shape[0], expected.shape[1]
-    seen, _ = images.fit(photo, Preprocess(size, size, interpolation, (0, 0, 0), (1, 1, 1)))
+    seen, _ = fitting.fit(photo, Preprocess(size, size, interpolation, (0, 0, 0), (1, 1, 1)))
 
     assert (seen == expected).all()
 
 
 def test_processor_has_fast_bilinear_where_torchvision_says_so():
-    assert images._has_fast_bilinear() == _geometry._do_native_uint8_resize_on_cpu(
+    assert fitting._has_fast_bilinear() == _geometry._do_native_uint8_resize_on_cpu(
         transforms.InterpolationMode.BILINEAR
     )
 
@@ -557,7 +558,7 @@ def test_processor_has_fast_bilinear_where_torchvision_says_so():
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
 def test_long_photo_equals_the_photo_resized_whole(shape, interpolation):
     photo = np.random.default_rng(2).integers(0, 256, (*shape, 3), dtype=np.uint8)
-    seen, _ = images.fit(photo, preprocess(64, 80, interpolation))
+    seen, _ = fitting.fit(photo, preprocess(64, 80, interpolation))
     check_equal(seen, through_timm(photo, 64, 0.8, interpolation), 0 if interpolation == "nearest" else 1)
 
 
@@ -569,7 +570,7 @@ INTERPOLATIONS = ["nearest", "bilinear", "bicubic"]
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 def test_photos_with_extreme_shapes_cost_little(shape, interpolation, monkeypatch):
     """Resizing computes at most eight times as many pixels as are kept."""
-    whole, part, made = images.functional.interpolate, Image.Image.resize, [0]
+    whole, part, made = functional.interpolate, Image.Image.resize, [0]
 
     def resized(tensor, size, **how):
         made.append(size[0] * size[1])
@@ -579,10 +580,10 @@ def test_photos_with_extreme_shapes_cost_little(shape, interpolation, monkeypatc
         made.append(size[0] * size[1])
         return part(image, size, *how, **more)
 
-    monkeypatch.setattr(images.functional, "interpolate", resized)
+    monkeypatch.setattr(functional, "interpolate", resized)
     monkeypatch.setattr(Image.Image, "resize", resized_part)
     photo = np.full((*shape, 3), 77, np.uint8)
-    seen, box = images.fit(photo, preprocess(interpolation=interpolation))
+    seen, box = fitting.fit(photo, preprocess(interpolation=interpolation))
     assert sum(made) <= 8 * 224 * 224
     assert (seen == 77).all()
     assert seen.shape == (224, 224, 3)
@@ -670,10 +671,10 @@ def test_memory_check_detects_a_short_allocation(peaks):
 def test_box_is_the_part_of_the_photo_in_the_input():
     photo = np.zeros((300, 451, 3), np.uint8)
     # 300 x 451 becomes 256 x 384 (384.85), of which rows 16 to 240 and columns 80 to 304 are kept.
-    _, box = images.fit(photo, preprocess())
+    _, box = fitting.fit(photo, preprocess())
     edges = 80 * 451 / 384, 16 * 300 / 256, 304 * 451 / 384, 240 * 300 / 256
     assert (box.left, box.top, box.right, box.bottom) == pytest.approx(edges, rel=1e-12)
-    _, box = images.fit(photo, Preprocess((224, 224), (224, 224), "bilinear", (0, 0, 0), (1, 1, 1)))
+    _, box = fitting.fit(photo, Preprocess((224, 224), (224, 224), "bilinear", (0, 0, 0), (1, 1, 1)))
     assert box == Box(0, 0, 451, 300)
 
 
@@ -682,7 +683,7 @@ def test_box_maps_positions_in_the_input_to_the_photo(shape):
     photo = np.zeros((*shape, 3), np.uint8)
     row, column = shape[0] // 2 - 11, shape[1] // 2 + 9
     photo[row, column] = 255
-    seen, box = images.fit(photo, preprocess())
+    seen, box = fitting.fit(photo, preprocess())
     weight = seen[..., 0].astype(float)
     down, across = (weight.sum(axis) @ (np.arange(224) + 0.5) / weight.sum() / 224 for axis in (1, 0))
     result = box.top + down * (box.bottom - box.top), box.left + across * (box.right - box.left)
@@ -693,7 +694,7 @@ def test_read_only_photo_is_not_written_to():
     photo = data.chelsea()[::-1]
     photo.flags.writeable = False
     for interpolation in ("nearest", "bilinear"):
-        seen, _ = images.fit(photo, preprocess(interpolation=interpolation))
+        seen, _ = fitting.fit(photo, preprocess(interpolation=interpolation))
         assert seen.flags.c_contiguous
 
 
@@ -702,7 +703,7 @@ def test_pairs_of_bytes_are_counted_like_bytes_count():
     for size in [*range(12), 1000, 1001]:
         data = bytes(rng.integers(0xFD, 0x100, size, dtype=np.uint8))
 
-        assert images._count_pairs(data, 0xFF, 0xFD) == data.count(b"\xff\xfd")
+        assert headers._count_pairs(data, 0xFF, 0xFD) == data.count(b"\xff\xfd")
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4, 8])

@@ -12,18 +12,11 @@ from torch import nn
 
 from camserve_server import models
 from camserve_server.engine.values import Row
-from camserve_server.models import layout_probe, parse, probe
-from camserve_server.models.load import _randomise_zeros as randomise_zeros
-from camserve_server.models.probe import (
-    NO_BATCH_AXIS,
-    NO_GRID,
-    NO_TENSOR,
-    OTHER_ORDER,
-    UNKNOWN_GRID,
-    ZERO_GRADIENT,
-    LayerObservation,
-)
+from camserve_server.models import grids, layout_probe, parse, probe
+from camserve_server.models.grids import NO_BATCH_AXIS, NO_GRID, NO_TENSOR, OTHER_ORDER, UNKNOWN_GRID, LayerObservation
+from camserve_server.models.probe import ZERO_GRADIENT
 from camserve_server.models.values import Layout
+from camserve_server.models.weights import randomise_zeros
 from camserve_server.targets.values import ClassTarget
 from methods.tools import call, error_ratio, exact, inputs, noise, run
 from models.lazy_folders import marked_except
@@ -169,7 +162,7 @@ def test_layer_without_visible_places_has_the_grid_of_similar_layers():
         "not alike": LayerObservation((4, 17, 8), (uncertain,)),
         "other prefix": LayerObservation((4, 18, 8), (blind,)),
     }
-    assert probe.find_grids(observations, (32, 32)) == {
+    assert grids.find_grids(observations, (32, 32)) == {
         "shows": sure.layout,
         "hides": sure.layout,
         "smaller": Layout("tokens", 4, 4, 1),
@@ -182,9 +175,9 @@ def test_attention_matrix_without_visible_places_is_refused():
     """Its numbers of rows and columns are the number of tokens."""
     sure = layout_probe.Reading(Layout("tokens", 7, 7), 1.0, 0.5, 1.0)
     observations = {"block": LayerObservation((1, 49, 8), (sure,)), "attention": LayerObservation((1, 3, 49, 49), ())}
-    assert probe.find_grids(observations, (224, 224))["attention"] == OTHER_ORDER
+    assert grids.find_grids(observations, (224, 224))["attention"] == OTHER_ORDER
     lone = {"map": LayerObservation((1, 3, 49, 49), ())}
-    assert probe.find_grids(lone, (224, 224)) == {"map": Layout("nchw", 49, 49)}
+    assert grids.find_grids(lone, (224, 224)) == {"map": Layout("nchw", 49, 49)}
 
 
 @pytest.mark.parametrize(
@@ -201,7 +194,7 @@ def test_attention_matrix_without_visible_places_is_refused():
     ],
 )
 def test_without_a_trial_run_only_an_unambiguous_shape_is_a_grid(shape, expected):
-    assert probe.find_grids({"layer": LayerObservation(shape)}, (224, 224)) == {"layer": expected}
+    assert grids.find_grids({"layer": LayerObservation(shape)}, (224, 224)) == {"layer": expected}
 
 
 def test_model_that_takes_one_image_at_a_time_is_read_by_its_shapes():

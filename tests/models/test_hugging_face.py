@@ -21,7 +21,7 @@ import camserve
 import needs
 from camserve_server import models
 from camserve_server.core.errors import ConfigError, FailedPrecondition
-from camserve_server.imaging import images
+from camserve_server.imaging import fitting
 from camserve_server.methods import METHODS
 from camserve_server.models import checkpoint, huggingface, parse
 from camserve_server.models.huggingface import folder as folder_checks
@@ -259,7 +259,7 @@ def test_preprocessing_equals_the_processors(make, resize, photo):
     reference, pixels = make(), np.asarray(Image.open(PHOTOS[photo]).convert("RGB"))
     preprocess = huggingface.preprocess_of(reference, "hf:net")
     expected = reference(images=Image.fromarray(pixels), return_tensors="pt")["pixel_values"][0].float().numpy()
-    ready = images.fit(pixels, preprocess)[0].astype(np.float32) / 255
+    ready = fitting.fit(pixels, preprocess)[0].astype(np.float32) / 255
     mean, std = np.array(preprocess.mean, np.float32), np.array(preprocess.std, np.float32)
 
     assert preprocess.resize == resize

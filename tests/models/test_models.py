@@ -17,8 +17,8 @@ from camserve_server import models
 from camserve_server.core.errors import ConfigError
 from camserve_server.engine.values import Row
 from camserve_server.models import ModelSpec, parse, sources, zoo
-from camserve_server.models.load import digest
 from camserve_server.models.values import Layout
+from camserve_server.models.weights import digest
 from camserve_server.targets.values import ClassTarget, RankTarget
 from methods.tools import CAMS, Toy, call, error_ratio, exact, explain, inputs, job, maps, noise, photo, run
 

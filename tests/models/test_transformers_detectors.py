@@ -15,7 +15,7 @@ import camserve
 import needs
 from camserve_server import models, targets
 from camserve_server.engine.values import Row
-from camserve_server.imaging import images
+from camserve_server.imaging import fitting
 from camserve_server.imaging.values import View
 from camserve_server.models import parse
 from camserve_server.models.grid import to_grid
@@ -75,7 +75,7 @@ def photo(name, portrait=False):
 
 
 def fitted(model, pixels):
-    return images.fit(pixels, model.info.preprocess)[0]
+    return fitting.fit(pixels, model.info.preprocess)[0]
 
 
 def run(model, image, rows, kind="cam", layers=None):

@@ -14,7 +14,7 @@ import needs
 from camserve_server import models
 from camserve_server.engine import Engine, normalise
 from camserve_server.engine.values import Row
-from camserve_server.imaging import images
+from camserve_server.imaging import fitting
 from camserve_server.models import parse
 from camserve_server.models.huggingface import heads
 from camserve_server.models.values import Pass
@@ -116,7 +116,7 @@ def test_class_of_each_pixel_is_that_of_transformers(family, folders, served):
 )
 def test_map_of_the_largest_class_equals_that_of_autograd(family, against, folders, loaded):
     model = loaded(family)
-    image = images.fit(photo("coffee"), model.info.preprocess)[0]
+    image = fitting.fit(photo("coffee"), model.info.preprocess)[0]
     largest = int(np.bincount(row_winners(model, image).ravel()).argmax())
     other = None if against is None else (largest + against) % 5
     target = RankTarget(0) if other is None else SegmentTarget(largest, against=other)
@@ -256,7 +256,7 @@ def test_model_that_takes_blue_first_gets_the_photo_in_that_order(folders, tmp_p
     model = models.load(parse(f"hf:{folder}"))
     pixels = photo("chelsea")
     prepared = processor(images=Image.fromarray(pixels), return_tensors="pt")["pixel_values"]
-    image = images.fit(pixels, model.info.preprocess)[0]
+    image = fitting.fit(pixels, model.info.preprocess)[0]
     inputs = normalise(torch.from_numpy(image[None]), model.info.preprocess)
 
     assert (inputs.flip(1) - prepared).abs().max() < 2 / 255

@@ -14,6 +14,7 @@ from pathlib import Path
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
 from camserve_server.imaging import images
+from camserve_server.imaging.opencv import cv2
 from robustness import process_audit
 
 WORK = Counter()
@@ -22,7 +23,7 @@ LITTLE, MOST_RUNS = 10, 3  # megabytes; runs of one image
 
 def count_work():
     """Start to count the work of decoding."""
-    imdecode, decompressobj = images.cv2.imdecode, zlib.decompressobj
+    imdecode, decompressobj = cv2.imdecode, zlib.decompressobj
 
     class Inflating:
         def __init__(self):
@@ -39,7 +40,7 @@ def count_work():
         WORK["decoded"] += 1
         return imdecode(*given)
 
-    images.cv2.imdecode, zlib.decompressobj = counting_imdecode, Inflating
+    cv2.imdecode, zlib.decompressobj = counting_imdecode, Inflating
 
 
 def outcome(data):

@@ -11,7 +11,7 @@ import grpc
 
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
-from camserve_server.imaging import images
+from camserve_server.imaging import headers, images
 from robustness import fields, fuzzing, mutations, raster_files
 
 COUNT = 20_000
@@ -25,7 +25,7 @@ def pattern_of(text):
 
 def image_outcome(model, data):
     """Return the kind of response that an image gets."""
-    magic = next((kind for kind, known in images._MAGIC.items() if known.match(data)), "")
+    magic = next((kind for kind, known in headers._MAGIC.items() if known.match(data)), "")
     try:
         photo = images.decode(data, Limits(), raster_files.CHANNELS[model])
     except InvalidArgument as error:

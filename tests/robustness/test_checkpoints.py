@@ -25,8 +25,8 @@ from camserve_server import models
 from camserve_server.core.errors import ConfigError
 from camserve_server.models import checkpoint
 from camserve_server.models.checkpoint import SizeBudget
-from camserve_server.models.load import _check_finite as check_finite
 from camserve_server.models.pickles import CorruptFileError
+from camserve_server.models.weights import _check_finite
 from robustness import nets, process_audit
 
 MIB = 2**20
@@ -501,7 +501,7 @@ def test_mask_may_be_minus_infinity_but_not_nan(number):
     module.register_buffer("mask", torch.tensor([0.0, number]))
     refusal = pytest.raises(CorruptFileError, match="mask is not finite") if number != number else nullcontext()  # noqa: PLR0124
     with refusal:
-        check_finite(module)
+        _check_finite(module)
 
 
 def test_no_flipped_bit_in_300_files_goes_unnoticed(tmp_path):

@@ -16,7 +16,7 @@ from camserve_server.api.http import forms
 from camserve_server.api.rpc import MAX_ID_LENGTH
 from camserve_server.core.config import Settings
 from camserve_server.core.limits import Limits
-from camserve_server.imaging import channels, images
+from camserve_server.imaging import channels, headers
 from camserve_server.scheduling import admission
 from camserve_server.serving import memory, replies
 from camserve_server.serving.text_cache import TEXT_CACHE
@@ -115,12 +115,12 @@ def request_limits():
         ("frames of a photo", "1", "", "the others are ignored"),
         (
             "scans of a JPEG",
-            f"{images._MAX_SCANS}, or {images._USUAL_SCANS} of the largest size",
+            f"{headers._MAX_SCANS}, or {headers._USUAL_SCANS} of the largest size",
             "",
             f"{INVALID}, `image`",
         ),
         ("strips or tiles of a TIFF", f"{channels._MAX_PARTS:,}", "", f"{INVALID}, `image`"),
-        ("EXIF of a PNG or WebP", f"{images._MAX_EXIF // 2**10} KiB", "", f"{INVALID}, `image`"),
+        ("EXIF of a PNG or WebP", f"{headers._MAX_EXIF // 2**10} KiB", "", f"{INVALID}, `image`"),
         ("pixels of a request's pictures", f"{limits.drawn_pixels:,}", "max_drawn_pixels", pictures),
         ("pixels on a side of a picture", f"{MAX_SIDE:,}", "", pictures),
         ("bytes of a reply's pictures", mib(memory.MAX_PICTURES), "", pictures),

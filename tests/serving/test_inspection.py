@@ -19,7 +19,7 @@ from camserve.v1 import explain_pb2, explain_pb2_grpc, models_pb2, models_pb2_gr
 from camserve_server import Explainer
 from camserve_server.api import codec
 from camserve_server.core.limits import Limits
-from camserve_server.imaging import images, render, tiles
+from camserve_server.imaging import fitting, render, tiles
 from camserve_server.serving import channels
 from camserve_server.serving.requests import FeaturesRequest
 from methods.tools import doubled, error_ratio, inputs
@@ -452,7 +452,7 @@ def test_heads_of_a_model_without_attention_are_refused(extract):
 def test_concepts_and_their_labels_equal_those_of_pytorch_grad_cam(extract, lite0):
     reply = extract(model="efficientnet_lite0", rank=4, top=3)
     photo = np.asarray(Image.open(io.BytesIO(PHOTO)).convert("RGB"))
-    seen = inputs(lite0, images.fit(photo, lite0.info.preprocess)[0])
+    seen = inputs(lite0, fitting.fit(photo, lite0.info.preprocess)[0])
     strengths, labels = [], []
     for module, dtype in ((copy.deepcopy(lite0.module), torch.float32), (doubled(lite0.module), torch.float64)):
         classify = module.classifier.to(torch.float32)  # pytorch-grad-cam's concepts are always float32

@@ -15,7 +15,7 @@ from camserve.v1 import explain_pb2, explain_pb2_grpc
 from camserve_server.api.oip.v2 import inference_pb2
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
-from camserve_server.imaging import images
+from camserve_server.imaging import headers, images
 from camserve_server.imaging.values import Preprocess
 from camserve_server.serving import photos, replies
 from camserve_server.serving.memory import REPLY_COPIES
@@ -292,8 +292,8 @@ def test_stream_of_modelinfer_is_answered_in_order_though_replies_wait_for_memor
     ids=["JPEG", "progressive JPEG", "PNG", "WebP", "BMP"],
 )
 def test_memory_to_decode_is_known_from_the_header(file, each):
-    assert images.memory_to_decode(file, Limits()) == each * 300 * 200
-    assert images.memory_to_decode(file[:12], Limits()) == 0
+    assert headers.memory_to_decode(file, Limits()) == each * 300 * 200
+    assert headers.memory_to_decode(file[:12], Limits()) == 0
 
 
 def jpeg(marker, components, in_first_scan):
@@ -316,11 +316,11 @@ def jpeg(marker, components, in_first_scan):
     ],
 )
 def test_memory_of_coefficients_and_of_frames_counts(file, each):
-    assert images.memory_to_decode(file, Limits()) == each * 300 * 200
+    assert headers.memory_to_decode(file, Limits()) == each * 300 * 200
 
 
 def test_memory_of_grey_made_by_pillow_counts():
-    assert images.memory_to_decode(encoded("JPEG"), Limits(), 1) == 8 * 300 * 200
+    assert headers.memory_to_decode(encoded("JPEG"), Limits(), 1) == 8 * 300 * 200
 
 
 def test_memory_for_the_images_of_targets_counts():
@@ -348,12 +348,12 @@ class Searches:
 
 @pytest.mark.parametrize("step", [1 << 12, 1 << 23])
 def test_bytes_between_the_segments_of_a_jpeg_are_not_searched_for_long(step, monkeypatch):
-    monkeypatch.setattr(images, "_MARKER", searches := Searches(images._MARKER))
+    monkeypatch.setattr(images, "_MARKER", searches := Searches(headers._MARKER))
     comment = b"\xff\xfe\0\2"
     file = b"\xff\xd8" + (b"\xff" * step + comment) * ((1 << 23) // step) + encoded("JPEG")[2:]
 
-    assert images.memory_to_decode(file, Limits()) == 0
-    assert searches.bytes <= images._MAX_FILL + 2 * len(comment) * ((1 << 16) // step + 1)
+    assert headers.memory_to_decode(file, Limits()) == 0
+    assert searches.bytes <= headers._MAX_FILL + 2 * len(comment) * ((1 << 16) // step + 1)
     with pytest.raises(InvalidArgument):
         images.decode(file, Limits())
 
@@ -362,11 +362,11 @@ def test_some_bytes_between_the_segments_of_a_jpeg_are_skipped():
     file = encoded("JPEG")
     more = file[:2] + b"\xff" * 60_000 + file[2:]
 
-    assert images.memory_to_decode(more, Limits()) == images.memory_to_decode(file, Limits())
+    assert headers.memory_to_decode(more, Limits()) == headers.memory_to_decode(file, Limits())
 
 
 def test_file_that_is_no_picture_needs_no_memory_to_decode():
-    assert images.memory_to_decode(b"", Limits()) == images.memory_to_decode(b"GIF89a", Limits()) == 0
+    assert headers.memory_to_decode(b"", Limits()) == headers.memory_to_decode(b"GIF89a", Limits()) == 0
 
 
 def test_pictures_of_too_many_bytes_are_refused(stub, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from camserve_server import targets
 from camserve_server.core.errors import FailedPrecondition
 from camserve_server.engine.values import Row
-from camserve_server.imaging.images import visible_box
+from camserve_server.imaging.fitting import visible_box
 from camserve_server.imaging.values import Box, Part, Preprocess, View
 from camserve_server.targets.geometry import cells_of, inside
 from camserve_server.targets.values import MaskTarget, SegmentTarget

@@ -22,7 +22,7 @@ import camserve
 import needs
 from camserve_server import models, targets
 from camserve_server.engine.values import Row
-from camserve_server.imaging import images
+from camserve_server.imaging import fitting
 from camserve_server.imaging.values import Box
 from camserve_server.targets import objects_of
 from camserve_server.targets.values import DetectionTarget, RankTarget
@@ -98,7 +98,7 @@ def predicted(file, photo):
 
 def sized(model, photo):
     """Return the input of a photo, uint8 [h, w, 3]; the part of the photo in it; and the model with that size."""
-    image, seen = images.make_input(photo, b"", model.info.preprocess)
+    image, seen = fitting.make_input(photo, b"", model.info.preprocess)
     return image, seen, replace(model, info=model.info.at_size(image.shape[:2]))
 
 

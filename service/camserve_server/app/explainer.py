@@ -25,10 +25,10 @@ from camserve_server.imaging.transforms import Transform
 from camserve_server.models import ModelSpec, Source, TextTower, parse, search_current_folder, spec_of_network
 from camserve_server.models.heads import Output
 from camserve_server.models.live import unwrap
-from camserve_server.models.load import PART_WRAPPER
 from camserve_server.models.source import DEFAULT_PREPROCESS, Labels, names_of
 from camserve_server.models.stem import RGB, input_channels, of_channels
 from camserve_server.models.values import Activation, DeclaredTask, Task
+from camserve_server.models.weights import PART_WRAPPER
 
 if TYPE_CHECKING:
     from camserve_server.imaging.values import Preprocess

@@ -16,7 +16,8 @@ def run(device: str) -> NoReturn:
     """
     process.follow_parent()
     logs.configure("error", "text")
-    from camserve_server.core.devices import device_for, parse_devices  # noqa: PLC0415 -- imports torch
+    from camserve_server.core.device_names import parse_devices  # noqa: PLC0415 -- it imports torch
+    from camserve_server.core.devices import device_for  # noqa: PLC0415 -- the same
 
     try:
         devices = [device_for(name) for name in dict.fromkeys(parse_devices(device))]

@@ -21,7 +21,8 @@ from camserve_server.app import metrics_endpoint, reserved_port
 from camserve_server.app.supervisor_link import SupervisorLink
 from camserve_server.core import logs, process, sockets
 from camserve_server.core.config import Settings
-from camserve_server.core.devices import device_for, parse_devices
+from camserve_server.core.device_names import parse_devices
+from camserve_server.core.devices import device_for
 from camserve_server.core.errors import ConfigError
 from camserve_server.core.hardware import cores
 from camserve_server.methods import add_plugins

@@ -10,7 +10,7 @@ from typing import Any
 from camserve_server import models
 from camserve_server.api import auth, exposure, tokens
 from camserve_server.app import sharing
-from camserve_server.core import config, devices
+from camserve_server.core import config, device_names
 from camserve_server.core.config import Settings
 from camserve_server.core.errors import ConfigError
 from camserve_server.methods import add_plugins
@@ -115,7 +115,7 @@ def _check_environment(settings: Settings) -> Iterator[tuple[str, str]]:
             raise ConfigError(f"model_folder = {settings.model_folder}: there is no such folder")
 
     checks: tuple[tuple[str, Callable[[], object]], ...] = (
-        ("device", lambda: devices.parse_devices(settings.device)),
+        ("device", lambda: device_names.parse_devices(settings.device)),
         ("processes", lambda: sharing.check(settings)),
         *((name, partial(_check_exposure, settings, name)) for name in ADDRESSES),
         ("tls_cert" if settings.tls_cert else "tls_key", lambda: auth.credentials(settings)),
@@ -137,7 +137,7 @@ def _check_exposure(settings: Settings, name: str) -> None:
 
 def _load_models(file: _File, settings: Settings, on_loaded: ModelCallback) -> list[Fault]:
     faults = []
-    device = devices.parse_devices(settings.device)[0]
+    device = device_names.parse_devices(settings.device)[0]
     for text in settings.models:
         try:
             on_loaded(_load_model(models.parse(text), device))

@@ -19,7 +19,7 @@ from torch import Tensor
 from camserve_server.core.arrays import Input, Map, Photo
 from camserve_server.core.errors import ConfigError, FailedPrecondition, InvalidArgument
 from camserve_server.imaging import channels as raw
-from camserve_server.imaging import images, transforms
+from camserve_server.imaging import fitting, transforms
 from camserve_server.imaging.transforms import ArrayTransform, Transform
 from camserve_server.imaging.values import Box, Preprocess
 
@@ -60,7 +60,7 @@ class Prepare:
         if (embedded := _read_embedded(data, (*self.plain.size, self.plain.channels))) is not None:
             return embedded, Box(0, 0, size[1], size[0])
         if self.transform is None:
-            return images.fit(photo, replace(self.plain, value_range=value_range))
+            return fitting.fit(photo, replace(self.plain, value_range=value_range))
         try:
             image = self.transform(photo)
         except Exception as error:  # a user's function may raise anything
@@ -76,7 +76,7 @@ class Prepare:
         if self.shown is not None:
             with suppress(Exception):  # a photo of extreme proportions; or a user's function, which may raise anything
                 return self.shown(size)
-        return images.visible_box(size, self.plain)
+        return fitting.visible_box(size, self.plain)
 
 
 def preprocess_of(
@@ -204,7 +204,7 @@ def file_of(tensor: Tensor, preprocess: Preprocess) -> bytes:
             message = f"the input has {raw.count_of(image.shape[2])}, and the network takes {preprocess.channels}"
         raise InvalidArgument(message, field="image")
     buffer = io.BytesIO()
-    Image.fromarray(images.displayed(image, preprocess)).save(buffer, "png", compress_level=1)
+    Image.fromarray(fitting.displayed(image, preprocess)).save(buffer, "png", compress_level=1)
     png, values = buffer.getvalue(), image.astype("<f4").tobytes()
     chunk = _CHUNK_HEADER.pack(len(values), _CHUNK) + values + struct.pack(">I", zlib.crc32(values, zlib.crc32(_CHUNK)))
     end = len(png) - _CHUNK_HEADER.size - _CRC_BYTES  # before the last chunk, IEND, which is empty

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from camserve_server.core.devices import device_for
 from camserve_server.core.errors import FailedPrecondition, InvalidArgument
 from camserve_server.models.hooks import first_index
-from camserve_server.models.load import LoadedModel
+from camserve_server.models.loaded import LoadedModel
 from camserve_server.models.values import Change, Intervention, Layout, channel_axis
 
 Index: TypeAlias = tuple[Any, ...]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from camserve_server.core.devices import device_for
-from camserve_server.models.load import LoadedModel
+from camserve_server.models.loaded import LoadedModel
 from camserve_server.models.values import ModelInfo, Randomised
 
 

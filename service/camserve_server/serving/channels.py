@@ -11,7 +11,7 @@ import numpy as np
 
 from camserve_server.core.arrays import Input, Map, Pixels
 from camserve_server.imaging import components as component_pictures
-from camserve_server.imaging import concepts, images, render, tiles
+from camserve_server.imaging import concepts, fitting, render, tiles
 from camserve_server.imaging.values import Box, Picture
 from camserve_server.methods import components, factors
 from camserve_server.serving import memory
@@ -165,7 +165,7 @@ def draw(request: FeaturesRequest, photo: Observed, found: Found) -> Picture:
         seen = Box(photo.seen.left * across, photo.seen.top * down, photo.seen.right * across, photo.seen.bottom * down)
         maps = [channel.map for channel in channels]
         return component_pictures.draw(photo.photo, maps, basis.ranges, seen, kind)
-    image = images.displayed(photo.image, request.model.preprocess)
+    image = fitting.displayed(photo.image, request.model.preprocess)
     shown = _concept_tiles(image, channels) if request.rank == "factors" else _tiles(request, channels)
     side = CONCEPT_SIDE if request.rank == "factors" else tiles.SIDE
     colours = render.colormap(request.colormap)

@@ -17,7 +17,7 @@ from camserve_server.core.arrays import Input, Map, Pixels
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
 from camserve_server.engine.values import Row, RowResult
-from camserve_server.imaging import components, images, render
+from camserve_server.imaging import components, fitting, render
 from camserve_server.imaging.channels import picture as picture_of
 from camserve_server.imaging.values import Box, Preprocess
 from camserve_server.jobs.texts import NO_IMAGE
@@ -271,7 +271,7 @@ async def _decode(pipeline: Pipeline, request: InspectRequest | FeaturesRequest,
 
 def _prepare(data: bytes, preprocess: Preprocess, limits: Limits, *, drawn: bool) -> _PreparedPhoto:
     photo = decoded(data, preprocess, limits)
-    image, seen = images.make_input(photo, data, preprocess)
+    image, seen = fitting.make_input(photo, data, preprocess)
     shown = components.reduce(picture_of(photo)) if drawn else None
     return _PreparedPhoto((photo.shape[0], photo.shape[1]), image, seen, shown)
 

@@ -11,7 +11,7 @@ import numpy as np
 from camserve_server.core.arrays import Input, Photo, Pixels
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
-from camserve_server.imaging import channels, images
+from camserve_server.imaging import channels, fitting, headers, images
 from camserve_server.imaging.channels import RGB
 from camserve_server.imaging.inputs import carries_input
 from camserve_server.imaging.values import Box, Part, Preprocess, Rendering
@@ -60,7 +60,7 @@ def prepare_photo(request: ExplainRequest, limits: Limits) -> Generator[None, No
     photo = decoded(request.image, request.job.model.preprocess, limits)
     size = (photo.shape[0], photo.shape[1])
     memory.check_drawn_pixels(request.job, request.rendering, size, limits)
-    image, seen = images.make_input(photo, request.image, request.job.model.preprocess)
+    image, seen = fitting.make_input(photo, request.image, request.job.model.preprocess)
     pixels = shown(photo, request.rendering) if request.rendering.pictures else None
     kept = pixels if pixels is not None and pixels.size <= memory.MAX_WAITING_PHOTO else None
     del photo, pixels  # free their memory during the pauses, unless they are kept
@@ -84,7 +84,7 @@ def decoded(data: bytes, preprocess: Preprocess, limits: Limits) -> Photo:
 def memory_of_photo(data: bytes, preprocess: Preprocess, limits: Limits) -> int:
     """Return the bytes of memory to decode a photo for a model, and then to make the model's input or a picture."""
     channels = RGB if carries_input(data, preprocess) else preprocess.channels
-    return images.memory_to_decode(data, limits, channels, as_float=preprocess.value_range is not None)
+    return headers.memory_to_decode(data, limits, channels, as_float=preprocess.value_range is not None)
 
 
 def shown(photo: Photo, rendering: Rendering) -> Pixels:
@@ -103,10 +103,10 @@ def _check_pixels(request: ExplainRequest, limits: Limits) -> None:
         for index, target in enumerate(request.job.targets)
         if (file := kind_of(target).file(target))
     ]
-    total = images.pixels_of(request.image, limits) if files else 0
+    total = headers.pixels_of(request.image, limits) if files else 0
     for index, target, file in files:
         with _file_field(index, target):
-            total += images.pixels_of(file, limits)
+            total += headers.pixels_of(file, limits)
             if total > limits.pixels:
                 raise InvalidArgument(
                     f"the photo and the images of its targets have more than {limits.pixels:,} pixels between them: "
@@ -124,7 +124,7 @@ def _file_field(index: int, target: Target) -> Iterator[None]:
 
 
 def _to_input(
-    target: Target, index: int, model: ModelInfo, geometry: tuple[images.Size, Box], limits: Limits
+    target: Target, index: int, model: ModelInfo, geometry: tuple[headers.Size, Box], limits: Limits
 ) -> Target:
     """Convert a target's image, mask or box from photos to the model's input.
 
@@ -140,7 +140,7 @@ def _to_input(
     if other := kind.compared(target):
         with _file_field(index, target):
             photo = decoded(other.file, preprocess, limits)
-            return SimilarityTarget(image=images.make_input(photo, other.file, preprocess)[0])
+            return SimilarityTarget(image=fitting.make_input(photo, other.file, preprocess)[0])
     if file := kind.file(target):
         with _file_field(index, target):
             return replace(cast("MaskTarget", target), file=b"", part=_read_part(file, size, seen, limits))
@@ -162,7 +162,7 @@ def _range_of(seen: Box) -> str:
     return f"from {seen.left:.0f} to {seen.right:.0f} across and from {seen.top:.0f} to {seen.bottom:.0f} down"
 
 
-def _read_part(file: bytes, size: images.Size, seen: Box, limits: Limits) -> Part:
+def _read_part(file: bytes, size: headers.Size, seen: Box, limits: Limits) -> Part:
     """Decode a mask, which must have the size of the photo, and a pixel that the model sees."""
     pixels = images.decode_mask(file, limits)
     if pixels.shape != size:

@@ -14,7 +14,7 @@ import torch
 
 from camserve_server.core import torch_threads
 from camserve_server.core.config import Settings
-from camserve_server.core.devices import parse_devices
+from camserve_server.core.device_names import parse_devices
 from camserve_server.models import ModelSpec
 from camserve_server.models.values import ModelInfo
 from camserve_server.scheduling import Batcher

@@ -10,7 +10,7 @@ import torch
 
 from camserve_server.app import server
 from camserve_server.app.sharing import Machine, fitting_processes
-from camserve_server.core import devices, hardware
+from camserve_server.core import device_names, devices, hardware
 from camserve_server.tuning import bench
 from camserve_server.tuning.choice import choose
 from camserve_server.tuning.report import HEADINGS, TuningResult, check_writable, toml, write
@@ -47,7 +47,7 @@ def tune(models: Sequence[str], device: str, constraints: Constraints) -> Tuning
     precisions = {name: spec.precision for name, spec in specs.items()}
     with bench.restore_threads():
         torch.set_num_threads(cores)
-        name = devices.parse_devices(device)[0]  # only the first worker is measured; the others are its equals
+        name = device_names.parse_devices(device)[0]  # only the first worker is measured; the others are its equals
         machine = Machine(cores, hardware.memory_limit(), tuple(filter(None, [devices.device_for(name).free_memory()])))
         prepared = bench.prepare(specs, name)
         threads = tuple(dict.fromkeys((cores, max(1, cores // 2), 1))) if name == "cpu" else (cores,)

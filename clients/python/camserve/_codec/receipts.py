@@ -65,7 +65,7 @@ class _Json:
         return Receipt(**{field.name: _read_field(field.name, content) for field in fields(Receipt)})
 
 
-Receipt.format = _Json()
+Receipt._format = _Json()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]  # it is for this room
 
 
 def _json_number(number: float | str) -> float | str:

@@ -96,7 +96,7 @@ class Receipt:
     interventions: tuple[Intervention, ...] = ()
     input_channel: int | None = None
 
-    format: ClassVar[ReceiptFormat]
+    _format: ClassVar[ReceiptFormat]
     """The format of files, which ``_codec`` sets: it has messages of the wire."""
 
     @property
@@ -120,7 +120,7 @@ class Receipt:
             >>> content["format"], content["method"], content["verdict"]
             ('camserve receipt 1', 'gradcam', 'OK')
         """
-        return self.format.to_json(self)
+        return self._format.to_json(self)
 
     @staticmethod
     def from_json(text: str | bytes) -> Receipt:
@@ -134,7 +134,7 @@ class Receipt:
             >>> camserve.Receipt.from_json(receipt.to_json()).digest == receipt.digest
             True
         """
-        return Receipt.format.from_json(text)
+        return Receipt._format.from_json(text)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the receipt to a file; return the path.

@@ -19,24 +19,13 @@ machines uses the functions that ``run`` calls: ``completed`` returns the photos
 explains some of the others, and ``write_results`` marks them as done. docs/datasets.md describes a job's folder.
 """
 
-from camserve.dataset.job import (
-    JobSpec,
-    KeySet,
-    Rows,
-    Tally,
-    completed,
-    explain,
-    failed,
-    open_job,
-    remove_failed,
-    run,
-    skip_completed,
-    write_results,
-)
+from camserve.dataset.job import Tally, explain, run, skip_completed
 from camserve.dataset.parquet import arrow
 from camserve.dataset.photos import Key, Photos, exists
 from camserve.dataset.progress import progress_bar
+from camserve.dataset.results import KeySet, Rows, completed, failed, open_job, remove_failed, write_results
 from camserve.dataset.rows import Outputs, schema
+from camserve.dataset.spec import JobSpec
 from camserve.dataset.store import Store, locked
 
 __all__ = [

@@ -2,84 +2,43 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-
-from camserve._codec.rendering import are_regions_requested
-from camserve._codec.stored_options import plain_options
-from camserve._core.errors import CamserveError, FailedPrecondition, InvalidArgument
+from camserve._core.errors import CamserveError
 from camserve._core.files import TooLarge
 from camserve._files.naming import truncate
 from camserve._transport.photo_errors import is_photo_error, is_request_error
 from camserve._transport.retry import RETRYABLE
 from camserve._transport.settings import DEFAULT_IN_FLIGHT
 from camserve.dataset import rows
-from camserve.dataset.parquet import arrow
+from camserve.dataset.results import Rows, completed, failed, hash_key, key_text, write_results
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
-    from concurrent.futures import Future
 
     from camserve._sync.client import Client
     from camserve._transport.stream import Outcome
-    from camserve._values.models import Model
-    from camserve._values.options import ExplainOptions
     from camserve.dataset.photos import Key, Photos
+    from camserve.dataset.spec import JobSpec
     from camserve.dataset.store import Store
-
-FORMAT = "camserve job 1"
-JOB_FILE = "job.json"
-RESULTS_FOLDER = "results"
 
 MAX_PART_PHOTOS = 1000
 MAX_PART_SECONDS = 20.0  # of work that is lost if the process is killed
 MIN_PART_SECONDS = 1.0
-MERGE_SIZE = 1 << 16  # new hashes that are merged into the sorted array at once
 THREADS = 8  # that read photos and write pictures
 READ_AHEAD_BYTES = 16 << 20  # most bytes of a photo that is read ahead: twice what a server accepts by default
 RETRY_AFTER = 32  # failures of the server, after which each of these photos is sent again, alone
 _MAX_STEM_BYTES = 60
 
-Rows: TypeAlias = "list[dict[str, Any]]"
-"""Rows of one photo in the table of results, with the columns of ``schema``."""
-
 PhotoOutcome: TypeAlias = "Rows | CamserveError"
 """Outcome of a photo: its rows, or the error because of which a later run tries it again."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobSpec:
-    """Options of a job.
-
-    Attributes:
-        options: Options of ``Client.explain_many`` for every photo.
-        outputs: The files to write for every photo.
-    """
-
-    options: ExplainOptions
-    outputs: rows.Outputs
-
-    @property
-    def regions(self) -> bool:
-        """True if the results have a column with the regions of each map."""
-        return are_regions_requested(self.options.get("regions"))
-
-    def plain(self) -> dict[str, Any]:
-        """Return the options as values for JSON, to compare them with those of the job in a folder."""
-        options = plain_options(self.options)
-        options.pop("model", None)
-        return options | {"heatmaps": self.outputs.heatmaps, "receipts": self.outputs.receipts}
 
 
 @dataclass(slots=True)
@@ -114,174 +73,6 @@ class Tally:
         else:
             self.failed += bool(outcome[0].get("error"))
             self.explained += not outcome[0].get("error")
-
-
-class KeySet:
-    """Set of photos that holds 16 bytes for each, however long its key is.
-
-    Hashes are held in a sorted array, and new ones in a set until there are enough to merge.
-    """
-
-    def __init__(self) -> None:
-        self._merged = np.empty(0, "S16")
-        self._new: set[bytes] = set()
-
-    def add(self, key: Key) -> bool:
-        """Add a photo; return True if it is new."""
-        if key in self:
-            return False
-        self._new.add(_digest(key))
-        if len(self._new) >= MERGE_SIZE:
-            new = np.array(list(self._new), "S16")
-            self._merged, self._new = np.sort(np.concatenate([self._merged, new])), set()
-        return True
-
-    def __contains__(self, key: Key) -> bool:
-        """Return True if a photo was added."""
-        digest = _digest(key)
-        return digest in self._new or self._is_merged(digest)
-
-    def _is_merged(self, digest: bytes) -> bool:
-        index = int(np.searchsorted(self._merged, np.array(digest, self._merged.dtype)))
-        return index < self._merged.size and self._merged[index] == digest
-
-
-def _hash_key(key: Key) -> bytes:
-    return hashlib.blake2b(_key_text(key).encode(), digest_size=16).digest()
-
-
-def _digest(key: Key) -> bytes:
-    return _hash_key(key).rstrip(b"\0")  # NumPy strips trailing zeros too
-
-
-def _key_text(key: Key) -> str:
-    """Return a key as valid UTF-8 text: on Linux, a file name can be other bytes, which are escaped."""
-    return key.encode("utf-8", "backslashreplace").decode()
-
-
-def open_job(store: Store, spec: JobSpec, model: Model) -> None:
-    """Create a job in a folder, or check that the folder's job has the same options.
-
-    Raises:
-        FailedPrecondition: The folder has another job.
-    """
-    job = {"format": FORMAT, "model": model.name, "weights": model.digest, **spec.plain()}
-    existing = _existing_job(store)
-    if existing is None:
-        store.write(JOB_FILE, _to_json(job), lasting=True)
-        return
-    changed = sorted(name for name in job.keys() | existing.keys() if job.get(name) != existing.get(name))
-    if changed and not store.names(RESULTS_FOLDER, ".parquet"):
-        store.write(JOB_FILE, _to_json(job), lasting=True)  # the existing job has no results
-    elif changed:
-        message = f"{store.place} has a job with other {', '.join(changed)}: use its options, or choose another folder"
-        raise FailedPrecondition(message)
-
-
-def _existing_job(store: Store) -> dict[str, Any] | None:
-    """Return the options of the job in a folder; None if it has no job."""
-    path = f"{store.place}/{JOB_FILE}"
-    try:
-        content = store.read(JOB_FILE)
-        existing = None if content is None else json.loads(content)
-    except OSError as error:
-        raise FailedPrecondition(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise FailedPrecondition(f"{path} is not a job: choose another folder") from error
-    if content is None or isinstance(existing, dict):
-        return cast("dict[str, Any] | None", existing)
-    raise FailedPrecondition(f"{path} is not a job: choose another folder")
-
-
-def _to_json(job: dict[str, Any]) -> bytes:
-    return json.dumps(job, indent=2, ensure_ascii=False).encode()
-
-
-def completed(store: Store) -> KeySet:
-    """Return the photos that earlier runs have done."""
-    photos = KeySet()
-    for part in store.names(RESULTS_FOLDER, ".parquet"):
-        for key in _keys_of(store, part, store.table(part, ["image"])):
-            photos.add(key)
-    return photos
-
-
-def _keys_of(store: Store, part: str, table: Any) -> set[Key]:
-    """Return the photos of a table that was read from a part of the results.
-
-    Raises:
-        InvalidArgument: It names something else than photos.
-    """
-    keys: list[Any] = table.column("image").to_pylist()
-    if all(isinstance(key, str) for key in keys):
-        return set(keys)
-    raise InvalidArgument(f"{store.place}/{part} is damaged: delete it, and the next run explains its photos again")
-
-
-def failed(store: Store) -> KeySet:
-    """Return the photos whose rows have an error, from earlier runs."""
-    photos = KeySet()
-    for part in store.names(RESULTS_FOLDER, ".parquet"):
-        for key in _failed_keys(store, part):
-            photos.add(key)
-    return photos
-
-
-def _failed_keys(store: Store, part: str) -> set[Key]:
-    """Return the photos of a part of the results whose rows have an error."""
-    table = store.table(part, ["image", "error"])
-    return _keys_of(store, part, table.filter(table.column("error").is_valid()))
-
-
-def remove_failed(store: Store, photos: Iterable[Key]) -> None:
-    """Remove the rows with an error of these photos from the results, so that the next run explains them again.
-
-    Each part is replaced by one without these rows. If this is interrupted, the photos whose rows were
-    removed are not done.
-
-    Args:
-        store: The job's folder.
-        photos: Photos of the job. Rows of other photos are kept.
-    """
-    existing, removed = failed(store), KeySet()
-    for key in photos:
-        if key in existing:
-            removed.add(key)
-    for part in store.names(RESULTS_FOLDER, ".parquet"):
-        if any(key in removed for key in _failed_keys(store, part)):
-            table = store.table(part)
-            columns = zip(table.column("image").to_pylist(), table.column("error").to_pylist(), strict=True)
-            kept = table.filter([error is None or image not in removed for image, error in columns])
-            if kept.num_rows:
-                store.write(part, _to_parquet(kept), lasting=True)
-            else:
-                store.remove(part)
-
-
-def write_results(store: Store, done: Sequence[Rows], batch: Iterable[Key] = ()) -> None:
-    """Write the rows of photos as one Parquet file, which marks these photos as done.
-
-    The name of the file depends only on the photos: if the same photos are explained again, it is replaced.
-
-    Args:
-        store: The job's folder.
-        done: Rows of each photo.
-        batch: Photos that determine the file's name, if some of them have no rows. Default: those
-            with rows.
-    """
-    if not done:
-        return
-    keys = sorted(map(_key_text, batch)) or sorted(photo_rows[0]["image"] for photo_rows in done)
-    name = hashlib.blake2b("\n".join(keys).encode(), digest_size=12).hexdigest()
-    schema = rows.schema(regions="regions" in done[0][0])
-    table = arrow("").Table.from_pylist([row for photo_rows in done for row in photo_rows], schema=schema)
-    store.write(f"{RESULTS_FOLDER}/part-{name}.parquet", _to_parquet(table), lasting=True)
-
-
-def _to_parquet(table: Any) -> bytes:
-    file = io.BytesIO()
-    arrow("parquet").write_table(table, file, compression="zstd")
-    return file.getvalue()
 
 
 def explain(
@@ -381,11 +172,11 @@ class _PhotoExplainer:
 
     def _write(self, key: Key, outcome: Outcome) -> PhotoOutcome:
         """Write the pictures of a photo; return its rows."""
-        name = _key_text(key)
+        name = key_text(key)
         if isinstance(outcome, CamserveError):
             return [rows.failed(name, outcome, regions=self.spec.regions)] if is_photo_error(outcome) else outcome
         stem = truncate(PurePosixPath(name).stem, _MAX_STEM_BYTES)
-        pictures = rows.pictures(stem, _hash_key(key).hex()[:16], outcome, self.spec.outputs)
+        pictures = rows.pictures(stem, hash_key(key).hex()[:16], outcome, self.spec.outputs)
         photo_rows: Rows = []
         for index, (overlay, files) in enumerate(pictures):
             for path, data in files.items():
