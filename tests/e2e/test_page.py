@@ -20,7 +20,7 @@ from playwright.sync_api import sync_playwright
 
 import camserve
 import needs
-from camserve.commands.ui import _open_browser
+from camserve.web import browser
 from camserve.web import proxy as web_proxy
 from camserve_server.api import auth, tokens
 from coloured import painted
@@ -981,7 +981,7 @@ def test_command_opens_the_page_and_its_key_is_in_nothing_that_is_shared(chromiu
     opened = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
     with camserve.Client(served.address) as client, web_proxy.PageServer(client, 0) as proxy:
-        tasks = (proxy.serve_forever, partial(_open_browser, proxy))
+        tasks = (proxy.serve_forever, partial(browser._open_browser, proxy))
         threads = [threading.Thread(target=task) for task in tasks]
         for thread in threads:
             thread.start()
