@@ -22,7 +22,7 @@ Books = dict[str, Any]
 
 STAGES = {
     "decode": "imaging.images.decode",
-    "fit": "imaging.images.fit",
+    "fit": "imaging.fitting.fit",
     "receipt": "serving.receipts.receipt_of",
     "steps": "serving.explain._run_step",
     "intensity": "imaging.scales.scale_map",

@@ -660,7 +660,7 @@ def test_job_reads_only_a_few_photos_ahead(tmp_path):
 
 def test_a_finished_photo_takes_16_bytes_of_memory(monkeypatch):
     seen = results.KeySet()
-    monkeypatch.setattr(job, "MERGE_SIZE", 1000)
+    monkeypatch.setattr("camserve.dataset.results.MERGE_SIZE", 1000)
 
     assert all(seen.add(str(n)) for n in range(10_500))
     assert not any(seen.add(str(n)) for n in range(10_500))

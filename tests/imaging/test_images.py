@@ -211,8 +211,8 @@ def work(monkeypatch):
         return imdecode(file, *flags)
 
     monkeypatch.setattr(cv2, "imdecode", noted)
-    monkeypatch.setattr(images, "_chunks", counted)
-    monkeypatch.setattr(images, "zlib", types.SimpleNamespace(decompressobj=Inflating, error=zlib.error))
+    monkeypatch.setattr(headers, "_chunks", counted)
+    monkeypatch.setattr(headers, "zlib", types.SimpleNamespace(decompressobj=Inflating, error=zlib.error))
     return done
 
 
@@ -535,7 +535,7 @@ def test_input_is_black_where_the_crop_exceeds_the_photo(shape, interpolation):
 @pytest.mark.parametrize(("shape", "resize"), [((40, 61), 32), ((97, 64), (97, 64)), ((33, 50), 80), ((224, 225), 224)])
 def test_fit_has_the_bytes_of_torchvisions_resize(shape, resize, interpolation, fast, monkeypatch):
     """`fast` is whether torch has instructions of the processor for uint8, as on x86 with AVX2."""
-    monkeypatch.setattr(images, "_has_fast_bilinear", lambda: fast)
+    monkeypatch.setattr(fitting, "_has_fast_bilinear", lambda: fast)
     monkeypatch.setattr(_geometry, "_do_native_uint8_resize_on_cpu", lambda mode: fast or mode.value == "bicubic")
     photo = np.random.default_rng(3).integers(0, 256, (*shape, 3), dtype=np.uint8)
     image, mode = torch.from_numpy(photo).permute(2, 0, 1), transforms.InterpolationMode(interpolation)
@@ -599,7 +599,7 @@ import numpy as np
 
 from camserve_server.core.errors import InvalidArgument
 from camserve_server.core.limits import Limits
-from camserve_server.imaging import images
+from camserve_server.imaging import fitting, images
 
 
 def status_mb(name):
@@ -608,7 +608,7 @@ def status_mb(name):
 
 
 def peak_mb(run, given):
-    given = [(np.full((*shape, 3), 77, np.uint8), to) for shape, to in given] if run is images.fit else given
+    given = [(np.full((*shape, 3), 77, np.uint8), to) for shape, to in given] if run is fitting.fit else given
     for _ in range(2):  # the first round is to warm up
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
@@ -624,7 +624,7 @@ def peak_mb(run, given):
 
 runs = {
     "decode": lambda file: images.decode(file, Limits()),
-    "fit": images.fit,
+    "fit": fitting.fit,
     "allocate": lambda megabytes: np.ones(megabytes << 20, np.uint8).size,
 }
 cases = pickle.loads(Path(sys.argv[1]).read_bytes())

@@ -348,7 +348,7 @@ class Searches:
 
 @pytest.mark.parametrize("step", [1 << 12, 1 << 23])
 def test_bytes_between_the_segments_of_a_jpeg_are_not_searched_for_long(step, monkeypatch):
-    monkeypatch.setattr(images, "_MARKER", searches := Searches(headers._MARKER))
+    monkeypatch.setattr(headers, "_MARKER", searches := Searches(headers._MARKER))
     comment = b"\xff\xfe\0\2"
     file = b"\xff\xd8" + (b"\xff" * step + comment) * ((1 << 23) // step) + encoded("JPEG")[2:]
 
