@@ -1,10 +1,13 @@
 """Names of devices in the settings."""
 
+import logging
 import re
 
-from camserve_server.core.devices import KINDS, Cuda, device_for, log
+from camserve_server.core.devices import KINDS, Cuda, device_for
 from camserve_server.core.errors import ConfigError
 from camserve_server.core.hardware import has_nvidia_gpu
+
+log = logging.getLogger(__name__)
 
 
 def parse_devices(names: str) -> list[str]:
