@@ -5,7 +5,6 @@
 
 import ctypes
 import functools
-import logging
 import os
 import re
 import time
@@ -22,7 +21,6 @@ from camserve_server.core.arrays import Map
 Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
 """Names of torch's dtypes that a model may compute in."""
 
-log = logging.getLogger(__name__)
 
 NO_MEMORY = (
     "out of memory",
