@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from camserve._values.options import ExplainOptions
 
 
-def plain_options(options: ExplainOptions) -> dict[str, Any]:
+def options_to_plain(options: ExplainOptions) -> dict[str, Any]:
     """Return options as values for JSON, in protobuf's mapping; those that have its default are left out.
 
     Raises:
@@ -28,7 +28,7 @@ def plain_options(options: ExplainOptions) -> dict[str, Any]:
 
 
 def read_options(plain: Mapping[str, Any]) -> ExplainOptions:
-    """Return the methods, layers, fusion and number of targets of ``plain_options``.
+    """Return the methods, layers, fusion and number of targets of ``options_to_plain``.
 
     Raises:
         InvalidJson: A value does not fit its field.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from camserve._codec.rendering import are_regions_requested
-from camserve._codec.stored_options import plain_options
+from camserve._codec.stored_options import options_to_plain
 
 if TYPE_CHECKING:
     from camserve._values.options import ExplainOptions
@@ -32,6 +32,6 @@ class JobSpec:
 
     def plain(self) -> dict[str, Any]:
         """Return the options as values for JSON, to compare them with those of the job in a folder."""
-        options = plain_options(self.options)
+        options = options_to_plain(self.options)
         options.pop("model", None)
         return options | {"heatmaps": self.outputs.heatmaps, "receipts": self.outputs.receipts}

@@ -15,9 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from camserve._codec import stored_options
 from camserve._codec.json_messages import InvalidJson
-from camserve._codec.stored_options import read_options
+from camserve._codec.stored_options import options_to_plain, read_options
 from camserve._core.errors import FailedPrecondition, InvalidArgument
 from camserve._core.files import open_regular, read_regular, remove_temporary_files, replacing, write_file
 from camserve.diff import lines
@@ -141,7 +140,7 @@ def plain_options(options: ExplainOptions) -> dict[str, Any]:
     Raises:
         InvalidArgument: An option is out of range, or a method or a layer is named twice.
     """
-    plain = stored_options.plain_options(options)
+    plain = options_to_plain(options)
     methods: list[dict[str, Any]] = plain.get("methods", [])
     if any("perChannel" in method for method in methods):
         raise InvalidArgument("a diff compares maps of all channels of the input: leave out per_channel")
