@@ -138,7 +138,7 @@ def machine(monkeypatch, tmp_path):
 def warnings(monkeypatch):
     """Return the logged warnings."""
     lines = []
-    for module in (devices, server):
+    for module in (device_names, server):
         monkeypatch.setattr(module.log, "warning", lambda words, *values: lines.append(words % values))
     return lines
 
